@@ -1,0 +1,191 @@
+"""Which backend runs an operator, and why.
+
+Every operator file ends in a table of `Backend` rows, fastest first. `choose` takes the first row that is installed,
+runs on the tensors' device and does not refuse the call; a backend asked for by name is taken or refused, never
+replaced. Three ways to ask, the innermost wins: `HF_SSM_BACKEND=torch` in the environment (read at import),
+`with use_backend("torch"):`, and an operator's `backend="torch"` argument.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend was asked for by name and cannot run on this machine."""
+
+
+class UnsupportedByBackend(ValueError):
+    """A backend was asked for by name and cannot run this call; the message says what it lacks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backend must be able to do for one call; only plain values, so that torch.compile can treat a choice as
+    a constant. `traits` holds what is particular to an operator, for example `("width", 4)`."""
+
+    operator: str
+    device: str
+    dtype: torch.dtype
+    traits: tuple[tuple[str, Any], ...] = ()
+
+    def __getitem__(self, trait: str) -> Any:
+        return dict(self.traits)[trait]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of an operator's table."""
+
+    name: str
+    impl: str  # "module:function", imported when it is first chosen
+    needs: str | None = None  # the package that must be installed, or None
+    devices: tuple[str, ...] | None = None  # device types, or None for all
+    lacks: Callable[[Call], str | None] = lambda call: None  # what this kernel cannot do of a call, in words
+    automatic: bool = True  # False: only when asked for by name
+
+    def obstacle(self) -> str | None:
+        """Why this backend cannot run on this machine at all, or None."""
+        if self.needs is not None and not _installed(self.needs):
+            return f"{self.needs} is not installed"
+        if self.devices is not None and not any(_device_present(device) for device in self.devices):
+            return f"runs on {' or '.join(self.devices)}, which this machine does not have"
+        return None
+
+    def refusal(self, call: Call) -> str | None:
+        """Why this backend cannot run this call, or None."""
+        if self.devices is not None and call.device not in self.devices:
+            return f"runs on {' or '.join(self.devices)}, the tensors are on {call.device}"
+        return self.lacks(call)
+
+
+OPERATORS: dict[str, tuple[Backend, ...]] = {}  # filled by `register`, in the order in which operators are imported
+
+_LOADED: dict[str, Callable[..., Any]] = {}  # implementations that have been chosen once
+
+_forced: str | None = os.environ.get("HF_SSM_BACKEND") or None
+
+
+def register(operator: str, *rows: Backend) -> None:
+    """Enter an operator's backends, in order of preference."""
+    OPERATORS[operator] = rows
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Run every operator inside the block on the backend `name`; ValueError if no operator has one of that name."""
+    global _forced
+    _check_name(name)
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def choose(call: Call, backend: str | None = None) -> Callable[..., Any]:
+    """The implementation that runs `call`: of `backend` if given, else of the forced one, else the first that can.
+
+    Raises ValueError for a name that no operator has, BackendUnavailable or UnsupportedByBackend if the backend asked
+    for cannot run on this machine or cannot run this call.
+    """
+    return _LOADED[_choose_impl(call.operator, call.device, call.dtype, call.traits, backend or _forced)]
+
+
+@torch.compiler.assume_constant_result
+def _choose_impl(operator: str, device: str, dtype: torch.dtype, traits: tuple, name: str | None) -> str:
+    """The `impl` of the row chosen, which is in `_LOADED` afterwards."""
+    impl = _choose_row(operator, device, dtype, traits, name).impl
+    if impl not in _LOADED:
+        module, _, function = impl.partition(":")
+        _LOADED[impl] = getattr(importlib.import_module(module), function)
+    return impl
+
+
+@cache
+def _choose_row(operator: str, device: str, dtype: torch.dtype, traits: tuple, name: str | None) -> Backend:
+    call = Call(operator, device, dtype, traits)
+    rows = OPERATORS[operator]
+    if name is not None:
+        _check_name(name)
+        row = next((row for row in rows if row.name == name), None)
+        if row is None:
+            names = ", ".join(row.name for row in rows)
+            raise BackendUnavailable(f"{operator} has no backend {name!r}; it has {names}")
+        if (obstacle := row.obstacle()) is not None:
+            raise BackendUnavailable(f"{operator}: backend {name!r} {_as_clause(obstacle)}")
+        if (refusal := row.refusal(call)) is not None:
+            raise UnsupportedByBackend(f"{operator}[{name}]: {refusal}")
+        return row
+    for row in rows:
+        if row.automatic and row.obstacle() is None and row.refusal(call) is None:
+            return row
+    reasons = "; ".join(f"{row.name}: {row.obstacle() or row.refusal(call)}" for row in rows if row.automatic)
+    raise BackendUnavailable(f"no backend can run {operator} here: {reasons}")
+
+
+def backend_report() -> list[dict[str, Any]]:
+    """One entry per operator and backend: `operator`, `backend`, `available`, `reason`, and `chosen`, which says
+    whether an ordinary call (float32, no packing, no initial state) on this machine's best device takes it."""
+    device = next(device for device in ("cuda", "xpu", "mps", "cpu") if _device_present(device))
+    report = []
+    for operator, rows in OPERATORS.items():
+        chosen = False
+        for row in rows:
+            obstacle = row.obstacle()
+            runs_here = row.devices is None or device in row.devices
+            takes = obstacle is None and runs_here and (row.name == _forced if _forced else row.automatic)
+            reason = obstacle or (f"forced: {_forced}" if _forced == row.name else None)
+            if reason is None and not row.automatic:
+                reason = "only when asked for by name"
+            report.append(
+                {
+                    "operator": operator,
+                    "backend": row.name,
+                    "available": obstacle is None,
+                    "reason": reason or (f"first that runs on {device}" if takes and not chosen else "available"),
+                    "chosen": takes and not chosen,
+                }
+            )
+            chosen = chosen or takes
+    return report
+
+
+def explain() -> None:
+    """Print which backend each operator uses on this machine, and why the others are not used."""
+    report = backend_report()
+    width = {key: max(len(str(row[key])) for row in report) for key in ("operator", "backend")}
+    for row in report:
+        mark = "->" if row["chosen"] else "  "
+        print(f"{mark} {row['operator']:{width['operator']}}  {row['backend']:{width['backend']}}  {row['reason']}")
+
+
+def _check_name(name: str) -> None:
+    names = list(dict.fromkeys(row.name for rows in OPERATORS.values() for row in rows))
+    if name not in names:
+        raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(names)}")
+
+
+def _as_clause(obstacle: str) -> str:
+    return obstacle if obstacle.startswith("runs on") else f"cannot be used: {obstacle}"
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@cache
+def _device_present(device: str) -> bool:
+    if device == "cpu":
+        return True
+    module = getattr(torch, device, None) if device != "mps" else torch.backends.mps
+    return bool(module is not None and module.is_available())

@@ -1,0 +1,49 @@
+"""Rows of a batch: where packed sequences begin, and where padding is. Shared by all operators.
+
+b batch   l seqlen
+"""
+
+import torch
+from torch import Tensor
+
+
+def sequence_starts(seq_idx: Tensor) -> Tensor:
+    """True where a token's sequence index differs from that of the token before it; (b, l) bool, False in column 0.
+
+    The first sequence of a row is not a start: it continues the initial state.
+    """
+    starts = torch.zeros_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return starts
+
+
+def fill_padding(seq_idx: Tensor, mask: Tensor) -> Tensor:
+    """`seq_idx` with every padded position given the index of the last real token before it, or, where there is none,
+    of the first real token of the row; so padding never looks like a new sequence."""
+    seqlen = seq_idx.shape[1]
+    positions = torch.arange(seqlen, device=seq_idx.device)
+    last_real = torch.where(mask, positions, -1).cummax(dim=1).values
+    first_real = mask.int().argmax(dim=1, keepdim=True)
+    return seq_idx.gather(1, torch.where(last_real < 0, first_real, last_real))
+
+
+def real_tokens_first(mask: Tensor) -> Tensor:
+    """(b, l) permutation of every row that puts its real tokens first and keeps their order."""
+    return torch.argsort((~mask).int(), dim=1, stable=True)
+
+
+def check_row_tensor(operator: str, name: str, value: Tensor, x: Tensor) -> None:
+    """`value` must be (batch, seqlen) of `x`: an integer `seq_idx` or a bool `mask`."""
+    if tuple(value.shape) != tuple(x.shape[:2]):
+        raise ValueError(
+            f"{operator}: {name} has shape {tuple(value.shape)}, expected (batch, seqlen) = {tuple(x.shape[:2])}"
+        )
+    wants_bool = name == "mask"
+    if wants_bool != (value.dtype == torch.bool) or value.is_floating_point():
+        kind = "bool, True for real tokens" if wants_bool else "an integer type"
+        raise ValueError(f"{operator}: {name} is {value.dtype}, expected {kind}")
+
+
+def check_shape(operator: str, name: str, value: Tensor, expected: tuple[int, ...], axes: str) -> None:
+    if tuple(value.shape) != expected:
+        raise ValueError(f"{operator}: {name} has shape {tuple(value.shape)}, expected {axes} = {expected}")
