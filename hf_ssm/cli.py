@@ -1,0 +1,187 @@
+"""The `hf-ssm` command.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 130 interrupted. An error is one readable line on stderr;
+`hf-ssm --debug COMMAND ...` shows the traceback instead. Whatever is slow to import is imported inside its command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="markdown",
+    help="State-space models as real Hugging Face models: train, generate, convert, and see what runs here.",
+)
+_debug = False
+
+
+class Format(StrEnum):
+    """The two layouts of published checkpoints."""
+
+    hf = "hf"
+    original = "original"
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the whole traceback.")] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    """Turn what a command raises into one line and an exit code. The only place that catches everything."""
+    try:
+        yield
+    except (typer.Exit, typer.BadParameter):
+        raise
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # whoever read our output has had enough
+        sys.stderr.close()
+        raise typer.Exit(1) from None
+    except Exception as error:
+        if _debug:
+            raise
+        bad_input = isinstance(error, ValueError | FileNotFoundError)
+        name = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        typer.echo(f"error: {name}{error}", err=True)
+        if not bad_input:
+            typer.echo("(hf-ssm --debug COMMAND ... shows where)", err=True)
+        raise typer.Exit(2 if bad_input else 1) from error
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML recipe, such as configs/recipes/demo.yaml.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a value of the recipe; may be given repeatedly."),
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Delete what an earlier run left in the output folder, begin anew.")
+    ] = False,
+) -> None:
+    """Train a model as a recipe says.
+
+    Interrupted, even by kill -9, the same command goes on from the last complete checkpoint.
+
+    Examples:
+
+        hf-ssm train configs/recipes/demo.yaml
+
+        hf-ssm train configs/recipes/demo.yaml --set training.max_steps=50 --set output_dir=runs/short
+    """
+    with _readable_errors():
+        from hf_ssm.recipes import load_recipe
+        from hf_ssm.training import train as run
+
+        result = run(load_recipe(recipe, changes or []), restart=restart)
+        bits = result.metrics["bits_per_byte"]
+        typer.echo(f"bits per byte: {bits['before']:.3f} before, {bits['after']:.3f} after training")
+        typer.echo(f"model: {result.model_folder}   report: {result.folder / 'report.md'}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder of a saved model, or its name on the Hub.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    num_beams: Annotated[int, typer.Option(min=1, help="Beam search; the text appears at the end.")] = 1,
+) -> None:
+    """Continue a prompt; the continuation is printed as it is made.
+
+    Examples:
+
+        hf-ssm generate runs/demo/model "def main():"
+
+        hf-ssm generate runs/demo/model - --temperature 0.8 --seed 1 < unfinished.py
+    """
+    with _readable_errors():
+        text = sys.stdin.read() if prompt == "-" else prompt
+        if not text:
+            raise ValueError("the prompt is empty; give the model at least one character to continue")
+        if temperature == 0 and top_p < 1:
+            raise ValueError(
+                "--top-p chooses what is sampled from, and nothing is at temperature 0: add --temperature"
+            )
+
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+        network: Any = AutoModelForCausalLM.from_pretrained(model)
+        network = network.to(torch.accelerator.current_accelerator() or "cpu").eval()
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(network.device)
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "num_beams": num_beams}
+        if temperature > 0:
+            how |= {"temperature": temperature, "top_p": top_p}
+        if num_beams == 1:
+            how["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        if seed is not None:
+            set_seed(seed)
+        output = network.generate(**inputs, **how)
+        if num_beams > 1:
+            typer.echo(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a checkpoint.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[
+        Format, typer.Option(help="hf: transformers' layout; original: that of the authors' code.")
+    ] = Format.hf,
+    dtype: Annotated[str | None, typer.Option(help="Store weights as float32, bfloat16 or float16.")] = None,
+) -> None:
+    """Convert a checkpoint between the authors' layout and that of transformers.
+
+    Examples:
+
+        hf-ssm convert mamba2-130m mamba2-130m-hf
+
+        hf-ssm convert mamba2-130m-hf mamba2-130m --to original
+    """
+    with _readable_errors():
+        from hf_ssm.convert import convert as run
+
+        typer.echo(f"written: {run(source, destination, to=to.value, dtype=dtype)}")
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """Show what is installed, and which backend each operator will use here and why."""
+    with _readable_errors():
+        from hf_ssm import doctor as module
+
+        report = module.examine()
+        if as_json:
+            typer.echo(json.dumps(report, indent=1))
+        else:
+            module.show(report)
+
+
+def main() -> None:
+    """Entry point of the `hf-ssm` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
