@@ -302,10 +302,13 @@ def build_tokenizer(recipe: Recipe, corpus: Corpus, run: Path) -> PreTrainedToke
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A new model, its vocabulary and special tokens taken from the tokenizer; or the pretrained one."""
+    """A new model, its vocabulary and special tokens taken from the tokenizer; or the pretrained one.
+
+    The new vocabulary is rounded up to a multiple of 8, which matrix units want; the published models do so too.
+    """
     if recipe.starts_from_scratch:
         config = model_config(recipe.model)
-        config.vocab_size = len(tokenizer)
+        config.vocab_size = math.ceil(len(tokenizer) / 8) * 8
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id

@@ -1,0 +1,572 @@
+"""A decoder-only language model around any recurrent mixer: block, backbone, heads, generation.
+
+An architecture brings a mixer and a configuration; everything here is the same for all of them. A mixer is a module
+
+    mixer(u, conv_state=None, ssm_state=None, *, seq_idx=None, mask=None, record=None) -> (out, conv_state, ssm_state)
+
+with u and out (batch, seqlen, hidden_size). `record`, if given, is called with a function `replay(n)` that returns the
+two states after the first n tokens of the call. `mixer.conv_state_shape` and `mixer.ssm_state_shape` are the shapes of
+one row's states, (d_conv, channels) and that of the scan.
+
+b batch   l seqlen
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.utils import can_return_tuple, is_tracing
+from transformers.utils.output_capturing import capture_outputs
+
+from hf_ssm.cache import RecurrentCache, RecurrentLayer, adopt, check_states
+from hf_ssm.layers import CausalConv1d, GatedMLP, LayerNorm, RMSNorm
+from hf_ssm.ops.rows import fill_padding, sequence_starts
+
+Replay = Callable[[int], tuple[Tensor, Tensor]]
+
+
+@dataclass
+class SSMModelOutput(BaseModelOutputWithPast):
+    """transformers' output; `cache_params` is its own Mamba models' name for `past_key_values`."""
+
+    @property
+    def cache_params(self) -> Cache | None:
+        return self.past_key_values
+
+
+@dataclass
+class SSMCausalLMOutput(CausalLMOutputWithPast):
+    """transformers' output; `cache_params` is its own Mamba models' name for `past_key_values`."""
+
+    @property
+    def cache_params(self) -> Cache | None:
+        return self.past_key_values
+
+
+class Block(GradientCheckpointingLayer):
+    """norm -> mixer -> residual, then, if the configuration has an MLP, norm -> MLP -> residual."""
+
+    def __init__(self, config, mixer: nn.Module):
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = make_norm(config)
+        self.mixer = mixer
+        if config.mlp_intermediate_size:
+            self.norm2 = make_norm(config)
+            self.mlp = GatedMLP(config.hidden_size, config.mlp_intermediate_size)
+        else:
+            self.mlp = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None = None,
+        ssm_state: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        mask: Tensor | None = None,
+        record: Callable[[Replay], None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states (b, l, hidden_size) and the states before -> the same after. States go in and out as tensors,
+        not as a cache, so that gradient checkpointing and autograd see them."""
+        residual = hidden_states
+        if self.residual_in_fp32:
+            residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
+        out, conv_state, ssm_state = self.mixer(
+            self.norm(hidden_states), conv_state, ssm_state, seq_idx=seq_idx, mask=mask, record=record
+        )
+        hidden_states = residual + out
+        if self.mlp is not None:
+            hidden_states = hidden_states + self.mlp(self.norm2(hidden_states))
+        return hidden_states, conv_state, ssm_state
+
+
+def make_norm(config) -> nn.Module:
+    kind = RMSNorm if config.use_rms_norm else LayerNorm
+    return kind(config.hidden_size, eps=config.layer_norm_epsilon)
+
+
+class SSMPreTrainedModel(PreTrainedModel):
+    """What the models share: initialisation, padding, packing, cache checks."""
+
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _is_stateful = False  # the cache can be rolled back, so assisted decoding works
+    _no_split_modules = ["Block"]
+    _can_record_outputs = {"hidden_states": Block}
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in the original implementations: projections and embeddings normal with `initializer_range`, the
+        projections that write to the residual stream divided by the square root of their number (GPT-2's scheme).
+        A mixer initialises its own parameters in its own subclass's branch."""
+        std = self.config.initializer_range
+        if isinstance(module, CausalConv1d):
+            init.kaiming_uniform_(module.weight, a=5**0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, mean=0.0, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, Block):
+            writers = [module.mixer.out_proj] + ([] if module.mlp is None else [module.mlp.fc2])
+            for writer in writers:
+                bound = writer.in_features**-0.5  # PyTorch's own range for a linear layer
+                if self.config.rescale_prenorm_residual:
+                    bound /= (self.config.num_hidden_layers * len(writers)) ** 0.5
+                init.uniform_(writer.weight, -bound, bound)
+        elif getattr(module, "weight", None) is not None and "Norm" in type(module).__name__:
+            init.ones_(module.weight)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+
+
+class SSMModel(SSMPreTrainedModel):
+    """Embedding, blocks, final norm. A subclass says how a block's mixer is made."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, self.make_mixer(config)) for _ in range(config.num_hidden_layers))
+        self.norm_f = make_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @staticmethod
+    def make_mixer(config) -> nn.Module:
+        raise NotImplementedError
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings = value
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cache_params: Cache | None = None,
+        **kwargs: Any,
+    ) -> "SSMModelOutput":
+        """
+        Args:
+            input_ids: (batch, seqlen) token ids; or `inputs_embeds` (batch, seqlen, hidden_size). seqlen may be 0.
+            attention_mask: (batch, seqlen) or, with a cache, (batch, tokens in the cache + seqlen): 0 for padding.
+                Padding may be anywhere in a row; it is skipped, so the rest of the row does not depend on it.
+            position_ids: (batch, seqlen) or (1, seqlen); a new sequence begins where they do not increase. They mean
+                nothing else to a recurrent model.
+            past_key_values: a `RecurrentCache` (or `DynamicCache(config=...)`) to continue, changed in place.
+            use_cache: whether to return the cache; by default the configuration's value, False while training.
+            seq_idx: (batch, seqlen) integers; a new sequence begins where they change. The cache's state belongs to the
+                first sequence of a row.
+            cache_params: transformers' name for `past_key_values` in these models.
+
+        Returns:
+            last_hidden_state (batch, seqlen, hidden_size), past_key_values, and hidden_states if
+            `output_hidden_states=True`: the input of every block and the final norm's output.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        past_key_values = one_cache(past_key_values, cache_params)
+        if inputs_embeds is None:
+            inputs_embeds = self.embeddings(self._checked(input_ids))
+        batch, seqlen = inputs_embeds.shape[:2]
+        if use_cache is None:
+            use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
+        if past_key_values is not None:
+            adopt(past_key_values, self.config)
+        elif use_cache:
+            past_key_values = RecurrentCache(self.config)
+        mask = padding_mask(attention_mask, batch, seqlen, past_key_values)
+        seq_idx = packed_rows(seq_idx, position_ids, mask, batch, seqlen)
+
+        hidden_states = inputs_embeds
+        for i, block in enumerate(self.layers):
+            cached = None if past_key_values is None else past_key_values.layers[i]
+            hidden_states = self._run_block(block, hidden_states, cached, seq_idx, mask)
+        return SSMModelOutput(
+            last_hidden_state=self.norm_f(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+    def _run_block(
+        self, block: Block, hidden_states: Tensor, cached: RecurrentLayer | None, seq_idx: Tensor | None, mask
+    ) -> Tensor:
+        """One block, with its states taken from and given back to its cache layer."""
+        if cached is None:
+            return block(hidden_states, None, None, seq_idx, mask)[0]
+        batch, seqlen = hidden_states.shape[:2]
+        conv_shape = (batch, *block.mixer.conv_state_shape)
+        states = cached.states()
+        if states is None:
+            conv_state, ssm_state = hidden_states.new_zeros(conv_shape, dtype=block.norm.weight.dtype), None
+        else:
+            check_states(states, conv_shape, (batch, *block.mixer.ssm_state_shape), hidden_states.device)
+            conv_state, ssm_state = states
+        replays: list[Replay] = []
+        record = replays.append if cached.record_past else None
+        hidden_states, conv_state, ssm_state = block(hidden_states, conv_state, ssm_state, seq_idx, mask, record)
+        cached.advance((conv_state, ssm_state), seqlen, replays[0] if replays else None)
+        return hidden_states
+
+    def _checked(self, input_ids: Tensor) -> Tensor:
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (batch, seqlen)")
+        vocab_size = self.embeddings.num_embeddings
+        # a decoded token comes from our own logits: on an accelerator it is not worth waiting for it
+        worthwhile = input_ids.device.type == "cpu" or (input_ids.device.type != "meta" and input_ids.shape[1] > 1)
+        if worthwhile and input_ids.numel() and not is_tracing(input_ids):
+            low, high = (int(bound) for bound in torch.aminmax(input_ids))
+            if low < 0 or high >= vocab_size:
+                raise ValueError(
+                    f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}: "
+                    "is this the model's own tokenizer?"
+                )
+        return input_ids
+
+
+class SSMGenerationMixin(GenerationMixin):
+    """generate() with a recurrent cache under its one name, fed only with what is new."""
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ) -> None:
+        cache = one_cache(model_kwargs.get("past_key_values"), model_kwargs.pop("cache_params", None))
+        if cache is None and not generation_config.use_cache:
+            return
+        if generation_config.cache_implementation == "quantized":
+            raise ValueError(
+                "cache_implementation='quantized' quantises keys and values; this model has recurrent states of a "
+                "fixed size and none of those: leave it out"
+            )
+        if cache is not None:
+            adopt(cache, self.config)
+            cache._is_user_defined = True
+        else:
+            cache = RecurrentCache(self.config)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs["past_key_values"] = cache
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        inputs = model_kwargs.get("inputs_embeds")
+        given = input_ids.shape[1] if inputs is None else max(input_ids.shape[1], inputs.shape[1])
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        past = 0 if cache is None else cache.get_seq_length()
+        if given == 0:
+            raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token")
+        mask_length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
+        if inputs is None and past and mask_length == given <= past:
+            # fewer tokens than the cache has seen are new ones; without a longer mask transformers would take them
+            # for the whole conversation
+            ones = input_ids.new_ones(input_ids.shape[0], past)
+            mask = torch.cat([ones, torch.ones_like(input_ids) if mask is None else mask.to(ones)], dim=1)
+            model_kwargs["attention_mask"] = mask
+        if generation_config.prefill_chunk_size is not None and mask is not None and inputs is None:
+            # every row must end in the last chunk
+            new = slice(mask.shape[1] - min(input_ids.shape[1], mask.shape[1] - past), None)
+            order = padding_first(mask[:, new])
+            if order is not None:
+                input_ids, mask = input_ids.clone(), mask.clone()
+                count = order.shape[1]
+                input_ids[:, -count:] = input_ids[:, -count:].gather(1, order)
+                mask[:, new] = mask[:, new].gather(1, order)
+                model_kwargs["attention_mask"] = mask
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, attention_mask=None, **kwargs):
+        kwargs.pop("position_ids", None)  # a recurrent model has no positions, and generated rows are not packed
+        model_inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs
+        )
+        # the next token is read off the last position, so padding goes to the left; the states do not change
+        name = "input_ids" if model_inputs.get("inputs_embeds") is None else "inputs_embeds"
+        inputs, mask = model_inputs[name], model_inputs.get("attention_mask")
+        if mask is not None and inputs.shape[1] == 1:
+            model_inputs["attention_mask"] = None  # a generated token is never padding
+        elif mask is not None:
+            mask = mask[:, -inputs.shape[1] :]
+            order = padding_first(mask)
+            if order is not None:
+                mask = mask.gather(1, order)
+                index = order if inputs.ndim == 2 else order[..., None].expand_as(inputs)
+                model_inputs[name] = inputs.gather(1, index)
+            model_inputs["attention_mask"] = mask
+        return model_inputs
+
+
+class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
+    """The backbone and a projection to the vocabulary. A subclass says which backbone."""
+
+    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}
+    model_class: type[SSMModel]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.backbone = self.model_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        seq_idx: Tensor | None = None,
+        cache_params: Cache | None = None,
+        **kwargs: Any,
+    ) -> "SSMCausalLMOutput":
+        """
+        Args:
+            labels: (batch, seqlen) token ids, shifted inside; -100 is ignored. So is a token whose predecessor is
+                padding or belongs to another sequence: nothing of its own row predicts it.
+            logits_to_keep: compute the logits of the last so many positions only; 0 for all. Or positions, as in
+                `transformers.modeling_utils.slice_logits_to_keep`.
+
+        The other arguments are the backbone's. Returns logits (batch, positions, vocab_size).
+        """
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError("labels need the logits of every position: leave logits_to_keep out")
+        outputs = self.backbone(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            seq_idx=seq_idx,
+            cache_params=cache_params,
+            **kwargs,
+        )
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden_states)
+        loss = None
+        if labels is not None:
+            batch, seqlen = labels.shape
+            mask = padding_mask(attention_mask, batch, seqlen, None)
+            labels = predictable(labels, mask, packed_rows(seq_idx, position_ids, mask, batch, seqlen))
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return SSMCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+
+class SSMForSequenceClassification(SSMPreTrainedModel):
+    """The backbone and a linear layer on each row's last real token."""
+
+    model_class: type[SSMModel]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.backbone = self.model_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Without an attention mask, a row's last real token is its last one that is not `config.pad_token_id`.
+
+        Args:
+            labels: (batch,) class indices, or (batch,) / (batch, num_labels) values for regression.
+
+        The other arguments are the backbone's. Returns logits (batch, num_labels).
+        """
+        outputs = self.backbone(
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        batch, seqlen = hidden_states.shape[:2]
+        last = self._last_real_token(input_ids, attention_mask, batch, seqlen, hidden_states.device)
+        logits = self.score(hidden_states[torch.arange(batch, device=hidden_states.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def _last_real_token(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, batch: int, seqlen: int, device
+    ) -> Tensor:
+        """(b,) positions."""
+        if seqlen == 0:
+            raise ValueError("cannot classify a sequence of length 0")
+        pad_token_id = self.config.pad_token_id
+        if attention_mask is not None:
+            real = attention_mask[:, -seqlen:].bool()
+        elif input_ids is not None and pad_token_id is not None:
+            real = input_ids != pad_token_id
+        elif batch == 1 or input_ids is None:
+            return torch.full((batch,), seqlen - 1, device=device)
+        else:
+            raise ValueError(
+                "cannot tell padding in a batch of several rows: give an attention_mask or set config.pad_token_id"
+            )
+        return (torch.arange(seqlen, device=device) * real.to(device)).argmax(dim=1)
+
+
+class SSMForTokenClassification(SSMPreTrainedModel):
+    """The backbone and a linear layer on every token."""
+
+    model_class: type[SSMModel]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.backbone = self.model_class(config)
+        self.dropout = nn.Dropout(config.classifier_dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """
+        Args:
+            labels: (batch, seqlen) class indices; -100 is ignored, and so is padding.
+
+        The other arguments are the backbone's. Returns logits (batch, seqlen, num_labels).
+        """
+        outputs = self.backbone(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
+        )
+        logits = self.score(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            mask = padding_mask(attention_mask, *labels.shape, None)
+            if mask is not None:
+                labels = labels.masked_fill(~mask, -100)
+            loss = self.loss_function(logits, labels, self.config)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+# --- rows and caches -----------------------------------------------------------------------------------------------
+
+
+def one_cache(past_key_values: Cache | None, cache_params: Cache | None) -> Cache | None:
+    """`past_key_values` under either of its names."""
+    if past_key_values is not None and cache_params is not None and past_key_values is not cache_params:
+        raise ValueError("past_key_values and cache_params are two names for one cache: give one of them")
+    return cache_params if past_key_values is None else past_key_values
+
+
+def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, cache: Cache | None) -> Tensor | None:
+    """(batch, seqlen) bool, True for real tokens, or None if all are. A mask may also cover what the cache has seen."""
+    if attention_mask is None:
+        return None
+    past = 0 if cache is None else cache.get_seq_length()
+    shape = tuple(attention_mask.shape)
+    if shape not in ((batch, seqlen), (batch, past + seqlen)):
+        also = f" or ({batch}, {past + seqlen}), with the {past} tokens in the cache" if past else ""
+        raise ValueError(f"attention_mask has shape {shape}, expected (batch, seqlen) = ({batch}, {seqlen}){also}")
+    mask = attention_mask[:, shape[1] - seqlen :].bool()
+    if not is_tracing(mask) and bool(mask.all()):
+        return None
+    return mask
+
+
+def packed_rows(
+    seq_idx: Tensor | None, position_ids: Tensor | None, mask: Tensor | None, batch: int, seqlen: int
+) -> Tensor | None:
+    """`seq_idx`, or one that changes where a real token's position is not above that of the real token before it.
+    None if no row holds more than one sequence."""
+    if seq_idx is not None:
+        if tuple(seq_idx.shape) != (batch, seqlen):
+            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})")
+        return seq_idx
+    if position_ids is None or seqlen < 2:
+        return None
+    if position_ids.shape[-1] != seqlen or position_ids.shape[0] not in (1, batch):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"
+        )
+    positions = position_ids.expand(batch, seqlen)
+    restarts = torch.zeros_like(positions, dtype=torch.bool)
+    if mask is None:
+        restarts[:, 1:] = positions[:, 1:] <= positions[:, :-1]
+    else:  # compare a real token with the real token before it, if there is one
+        before = fill_padding(positions, mask)[:, :-1]
+        restarts[:, 1:] = (positions[:, 1:] <= before) & mask[:, 1:] & mask[:, :-1].cummax(dim=1).values
+    if not is_tracing(restarts) and not bool(restarts.any()):
+        return None
+    return restarts.cumsum(dim=1)
+
+
+def predictable(labels: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> Tensor:
+    """`labels` with -100 for every token that the position before it does not predict."""
+    unpredictable = torch.zeros_like(labels, dtype=torch.bool)
+    if mask is not None:
+        unpredictable |= ~mask
+        unpredictable[:, 1:] |= ~mask[:, :-1]
+    if seq_idx is not None:
+        unpredictable |= sequence_starts(seq_idx)
+    return labels.masked_fill(unpredictable, -100)
+
+
+def padding_first(mask: Tensor) -> Tensor | None:
+    """(b, l) permutation that moves each row's padding to its front, or None if it is there already."""
+    if bool((mask[:, 1:] >= mask[:, :-1]).all()):
+        return None
+    return torch.argsort(mask.int(), dim=1, stable=True)

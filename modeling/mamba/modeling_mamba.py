@@ -1,0 +1,138 @@
+"""Mamba: a selective state-space model in every layer. arXiv:2312.00752, section 3.4 and figure 3.
+
+b batch   l seqlen   d d_inner   r time_step_rank   n d_state
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from hf_ssm.decoder import (
+    Replay,
+    SSMForCausalLM,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+    SSMModel,
+    SSMPreTrainedModel,
+)
+from hf_ssm.layers import CausalConv1d, log_uniform_time_step_bias
+from hf_ssm.ops import selective_scan
+
+from .configuration_mamba import MambaConfig
+
+
+class MambaMixer(nn.Module):
+    """in_proj -> causal convolution -> selective scan with dt, B, C computed from its input -> gate -> out_proj."""
+
+    def __init__(self, config: MambaConfig):
+        super().__init__()
+        d_inner, d_state, rank = config.intermediate_size, config.state_size, config.time_step_rank
+        self.in_proj = nn.Linear(config.hidden_size, 2 * d_inner, bias=config.use_bias)
+        self.conv1d = CausalConv1d(d_inner, config.conv_kernel, bias=config.use_conv_bias)
+        self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
+        self.dt_proj = nn.Linear(rank, d_inner, bias=True)
+        self.A_log = nn.Parameter(torch.empty(d_inner, d_state))
+        self.D = nn.Parameter(torch.empty(d_inner))
+        self.out_proj = nn.Linear(d_inner, config.hidden_size, bias=config.use_bias)
+        self.x_proj_sizes = [rank, d_state, d_state]
+        self.conv_state_shape = (config.conv_kernel, d_inner)
+        self.ssm_state_shape = (d_inner, d_state)
+
+    def forward(
+        self,
+        u: Tensor,
+        conv_state: Tensor | None = None,
+        ssm_state: Tensor | None = None,
+        *,
+        seq_idx: Tensor | None = None,
+        mask: Tensor | None = None,
+        record: Callable[[Replay], None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """u (b, l, hidden_size) and the states before -> the same after; see `hf_ssm.decoder`."""
+        x, z = self.in_proj(u).chunk(2, dim=-1)
+        y, *states = self.mix(x, z, conv_state, ssm_state, seq_idx, mask)
+        if record is not None:
+            record(partial(self.states_after, x, conv_state, ssm_state, seq_idx, mask))
+        return self.out_proj(y), *states
+
+    def mix(self, x, z, conv_state, ssm_state, seq_idx, mask) -> tuple[Tensor, Tensor, Tensor]:
+        """x (b, l, d), z (b, l, d) or None -> the gated output of the scan (b, l, d) and both states."""
+        x, conv_state = self.conv1d(x, conv_state, seq_idx, mask)
+        dt, B, C = self.x_proj(x).split(self.x_proj_sizes, dim=-1)
+        y, ssm_state = selective_scan(
+            x,
+            self.dt_proj(dt),
+            -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))),
+            B,
+            C,
+            self.D,
+            z,
+            dt_softplus=True,
+            initial_state=ssm_state,
+            seq_idx=seq_idx,
+            mask=mask,
+        )
+        return y, conv_state, ssm_state
+
+    def states_after(self, x, conv_state, ssm_state, seq_idx, mask, tokens: int) -> tuple[Tensor, Tensor]:
+        """The states after the first `tokens` tokens of a call."""
+        x, seq_idx, mask = (None if t is None else t[:, :tokens] for t in (x, seq_idx, mask))
+        _, conv_state, ssm_state = self.mix(x, None, conv_state, ssm_state, seq_idx, mask)
+        return conv_state, ssm_state
+
+
+class MambaPreTrainedModel(SSMPreTrainedModel):
+    config_class = MambaConfig
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, MambaMixer):
+            config = self.config
+            d_inner, d_state = module.A_log.shape
+            init.copy_(module.A_log, torch.arange(1, d_state + 1, dtype=torch.float32).log().expand(d_inner, d_state))
+            init.ones_(module.D)
+            bound = config.time_step_scale * config.time_step_rank**-0.5
+            if config.time_step_init_scheme == "constant":
+                init.constant_(module.dt_proj.weight, bound)
+            else:
+                init.uniform_(module.dt_proj.weight, -bound, bound)
+            init.copy_(module.dt_proj.bias, log_uniform_time_step_bias(d_inner, config))
+
+
+class MambaModel(SSMModel, MambaPreTrainedModel):
+    """The backbone, without a head."""
+
+    @staticmethod
+    def make_mixer(config: MambaConfig) -> nn.Module:
+        return MambaMixer(config)
+
+
+class MambaForCausalLM(SSMForCausalLM, MambaPreTrainedModel):
+    """The language model."""
+
+    model_class = MambaModel
+
+
+class MambaForSequenceClassification(SSMForSequenceClassification, MambaPreTrainedModel):
+    """One label per row, read off its last real token."""
+
+    model_class = MambaModel
+
+
+class MambaForTokenClassification(SSMForTokenClassification, MambaPreTrainedModel):
+    """One label per token."""
+
+    model_class = MambaModel
+
+
+__all__ = [
+    "MambaForCausalLM",
+    "MambaForSequenceClassification",
+    "MambaForTokenClassification",
+    "MambaModel",
+    "MambaPreTrainedModel",
+]
