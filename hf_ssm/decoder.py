@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -32,6 +33,7 @@ from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_ssm.cache import RecurrentCache, RecurrentLayer, adopt, check_states
+from hf_ssm.convert import ORIGINAL_EMBEDDING, OUR_EMBEDDING
 from hf_ssm.layers import CausalConv1d, GatedMLP, LayerNorm, RMSNorm
 from hf_ssm.ops.rows import fill_padding, sequence_starts
 
@@ -107,6 +109,32 @@ class SSMPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]
     _can_record_outputs = {"hidden_states": Block}
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any) -> Any:
+        """transformers' `from_pretrained`, which reads mamba-ssm's original folders, too.
+
+        As everywhere in transformers, parameters that the checkpoint lacks are initialised, and a table says which.
+        A file that is not whole, or NaN in a weight, is a ValueError.
+        """
+        key_mapping = {ORIGINAL_EMBEDDING: OUR_EMBEDDING} | (key_mapping or {})
+        try:
+            loaded = super().from_pretrained(*args, key_mapping=key_mapping, **kwargs)
+        except SafetensorError as error:
+            where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            raise ValueError(
+                f"{where}: a safetensors file cannot be read ({error}); it is truncated or something else: copy or "
+                "download it again"
+            ) from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "meta" and parameter.is_floating_point() and bool(parameter.sum().isnan()):
+                raise ValueError(f"{name} holds NaN: this checkpoint is broken, go back to an earlier one")
+        return loaded
+
+    def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
+        """transformers' `save_pretrained`, always with transformers' names, whatever the model was loaded from."""
+        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -5,6 +5,8 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_ssm.convert import ours
+
 
 @strict
 class MambaConfig(PreTrainedConfig):
@@ -75,6 +77,11 @@ class MambaConfig(PreTrainedConfig):
         if self.time_step_rank == "auto":
             self.time_step_rank = math.ceil(self.hidden_size / 16)
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Also takes the configuration of a mamba-ssm checkpoint."""
+        return super().from_dict(ours(config_dict, cls.model_type), **kwargs)
 
     @property
     def layer_types(self) -> list[str]:

@@ -3,6 +3,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_ssm.convert import ours
+
 
 @strict
 class Mamba2Config(PreTrainedConfig):
@@ -88,6 +90,11 @@ class Mamba2Config(PreTrainedConfig):
     @property
     def intermediate_size(self) -> int:
         return int(self.expand * self.hidden_size)
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Also takes the configuration of a mamba-ssm checkpoint."""
+        return super().from_dict(ours(config_dict, cls.model_type), **kwargs)
 
     @property
     def layer_types(self) -> list[str]:
