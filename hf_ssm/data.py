@@ -401,8 +401,12 @@ class StreamedBlocks(IterableDataset):
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         texts = islice(self.texts(), first, None, step)
+        empty = True
         for ids in pack(texts, self.tokenizer, self.block_length):
+            empty = False
             yield {"input_ids": torch.from_numpy(ids.astype(np.int64))}
+        if empty and worker is None:
+            raise DataError("data.source: the stream leaves no text to train on; change data.validation_fraction")
 
 
 @dataclass(frozen=True)
@@ -421,23 +425,23 @@ class PackedData:
 
 def pack_corpus(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PackedData:
     """Both sides of `corpus` as blocks. Raises DataError if a side is empty."""
-    validation = _in_memory(
-        islice(pack(corpus.validation(), tokenizer, config.block_length), config.validation_blocks), corpus
-    )
+    validating = islice(pack(corpus.validation(), tokenizer, config.block_length), config.validation_blocks)
+    validation = _in_memory(validating, corpus, "validate")
     train: PackedBlocks | StreamedBlocks
     if config.streaming:
-        if next(corpus.train(), None) is None:
-            raise DataError(f"data.source: {corpus.description} has no text to train on")
         train = StreamedBlocks(corpus.train, tokenizer, config.block_length)
     else:
-        train = _in_memory(pack(corpus.train(), tokenizer, config.block_length), corpus)
+        train = _in_memory(pack(corpus.train(), tokenizer, config.block_length), corpus, "train")
     return PackedData(train, validation, corpus.description)
 
 
-def _in_memory(blocks: Iterator[np.ndarray], corpus: Corpus) -> PackedBlocks:
+def _in_memory(blocks: Iterator[np.ndarray], corpus: Corpus, purpose: str) -> PackedBlocks:
     listed = list(blocks)
     if not listed:
-        raise DataError(f"data.source: {corpus.description} is too short for a single block on one of its sides")
+        raise DataError(
+            f"data.source: {corpus.description} leaves no text to {purpose} on; "
+            "give more of it, or change data.validation_fraction"
+        )
     return PackedBlocks(np.stack(listed))
 
 

@@ -333,3 +333,12 @@ def test_one_character_on_each_side_still_packs(tmp_path, tokenizer):
     config = DataConfig(source=str(tmp_path / "a.txt"))
     packed_data = pack_corpus(load_corpus(config), tokenizer, config)
     assert len(packed_data.train) == len(packed_data.validation) == 1
+
+
+def test_a_side_without_text_is_named(tmp_path, tokenizer):
+    path = write_records(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    for fraction, purpose in ((0.0001, "validate"), (0.9999, "train")):
+        config = DataConfig(source=path, validation_fraction=fraction, streaming=True, validation_blocks=1)
+        with pytest.raises(DataError, match=f"leaves no text to {purpose} on"):
+            for _ in pack_corpus(load_corpus(config), tokenizer, config).train:
+                pass
