@@ -221,9 +221,10 @@ def load_corpus(config: DataConfig) -> Corpus:
             raise DataError(f"data.source: all {len(places)} documents of {config.source} are the same text")
 
     def validation() -> Iterator[str]:
+        chosen: Iterable[Document]
         chosen = (document for document in documents() if stable_fraction(document.key) < threshold)
         if not config.streaming:  # by hash, so that the first few are as mixed as all of them
-            chosen = iter(sorted(chosen, key=lambda document: stable_fraction(document.key)))
+            chosen = sorted(chosen, key=lambda document: stable_fraction(document.key))
         return _texts(chosen)
 
     return Corpus(

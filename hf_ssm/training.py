@@ -319,7 +319,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
         model = AutoModelForCausalLM.from_pretrained(recipe.model)
     except (OSError, ValueError) as error:
         raise RecipeError(f"model: cannot load {recipe.model!r}: {error}") from error
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = len(model.get_input_embeddings().state_dict()["weight"])
     if rows < len(tokenizer):
         raise RecipeError(f"tokenizer: has {len(tokenizer)} tokens, {recipe.model} has embeddings for {rows}")
     return model
@@ -329,7 +329,7 @@ def build_trainer(
     recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: PackedData, run: Path
 ) -> SSMTrainer:
     """Raises RecipeError if the training arguments contradict each other."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "report_to": "none",
         "logging_steps": 10,
         "save_steps": 100,
@@ -359,9 +359,9 @@ def build_trainer(
 
 def generate_samples(folder: Path, samples: SamplesConfig, seed: int) -> list[tuple[str, str]]:
     """Load the model saved in `folder` as anyone would, and continue each prompt: (prompt, continuation) pairs."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     model.to(torch.accelerator.current_accelerator() or "cpu").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     how: dict[str, Any] = {"do_sample": samples.temperature > 0, "max_new_tokens": samples.max_new_tokens}
     if how["do_sample"]:
         how |= {"temperature": samples.temperature, "top_p": samples.top_p}
@@ -428,15 +428,15 @@ def train(recipe: Recipe, *, restart: bool = False) -> RunResult:
         trainer = build_trainer(recipe, model, tokenizer, data, run)
 
         before = _evaluation_before(trainer, data, run)
-        seconds, state = _train_or_resume(trainer, recipe, run / "checkpoints")
+        seconds, state = _train_or_resume(trainer, model, recipe.seed, run / "checkpoints")
         after = trainer.evaluate()
 
         history = [entry for entry in state.log_history if "loss" in entry]
         metrics: dict[str, Any] = {
             "bits_per_byte": {"before": before["eval_bits_per_byte"], "after": after["eval_bits_per_byte"]},
             "loss": {"before": before["eval_loss_per_token"], "after": after["eval_loss_per_token"]},
-            "parameters": sum(p.numel() for p in trainer.model.parameters()),
-            "model_type": trainer.model.config.model_type,
+            "parameters": model.num_parameters(),
+            "model_type": model.config.model_type,
             "steps": state.global_step,
             "tokens_per_step": _tokens_per_step(trainer, recipe),
             "train_blocks": len(data.train) if isinstance(data.train, PackedBlocks) else None,
@@ -447,7 +447,7 @@ def train(recipe: Recipe, *, restart: bool = False) -> RunResult:
             "history": [{key: entry[key] for key in ("step", "loss", "learning_rate")} for entry in history],
         }
         with folder_in_one_step(run / "model") as partial:
-            trainer.model.save_pretrained(partial)
+            model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             cards.write_model_card(partial, recipe, metrics)
         samples = generate_samples(run / "model", recipe.samples, recipe.seed)
@@ -508,7 +508,9 @@ def _evaluation_before(trainer: SSMTrainer, data: PackedData, run: Path) -> dict
     return before
 
 
-def _train_or_resume(trainer: SSMTrainer, recipe: Recipe, checkpoints: Path) -> tuple[float, TrainerState]:
+def _train_or_resume(
+    trainer: SSMTrainer, model: PreTrainedModel, seed: int, checkpoints: Path
+) -> tuple[float, TrainerState]:
     """Seconds this call has trained, and the state at the end."""
     for _, checkpoint in _checkpoints(checkpoints):
         if not is_complete(checkpoint):
@@ -517,10 +519,9 @@ def _train_or_resume(trainer: SSMTrainer, recipe: Recipe, checkpoints: Path) -> 
     if last is not None:
         state = TrainerState.load_from_json(str(last / "trainer_state.json"))
         if state.global_step >= state.max_steps:  # killed after the last step: Trainer would take one step too many
-            trained = AutoModelForCausalLM.from_pretrained(last)
-            trainer.model.load_state_dict(trained.state_dict())
+            model.load_state_dict(AutoModelForCausalLM.from_pretrained(last).state_dict())
             return 0.0, state
-    set_seed(recipe.seed)
+    set_seed(seed)
     started = time.monotonic()
     trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
     return time.monotonic() - started, trainer.state
