@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 States = tuple[Tensor, Tensor]  # the convolution's and the recurrence's
@@ -24,7 +24,7 @@ class _Recorded:
     replay: Callable[[int], States]
 
 
-class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
+class RecurrentLayer(LinearAttentionLayer):
     """One layer's recurrent states; unlike transformers' layer it knows its length and can be rolled back.
 
     `conv_states[0]` is (batch, channels, d_conv), the last d_conv inputs of the convolution, oldest first, zeros in
@@ -32,11 +32,9 @@ class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
     """
 
     is_compileable = False  # transformers would compile every call of generate() for it
-    is_sliding = False
 
     def __init__(self, **kwargs) -> None:
-        CacheLayerMixin.__init__(self)
-        LinearAttentionLayer.__init__(self)
+        super().__init__()
         self.tokens = 0
         self.recorded: list[_Recorded] = []
 
@@ -70,18 +68,6 @@ class RecurrentLayer(LinearAttentionLayer, CacheLayerMixin):
         self.dtype, self.device = conv_state.dtype, conv_state.device
 
     # what transformers' Cache asks of a layer
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        raise RuntimeError("this layer has recurrent states and no keys and values")
 
     def update_conv_state(self, conv_states, state_idx: int = 0, **kwargs):
         raise RuntimeError("this layer takes both states at once, through advance()")
@@ -159,17 +145,22 @@ class RecurrentCache(DynamicCache):
         super().__init__(config=config)
         adopt(self, config)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.layers[layer_idx].tokens
 
-def adopt(cache: DynamicCache, config: PreTrainedConfig) -> DynamicCache:
-    """Give a cache made by `DynamicCache(config=...)` layers that know their length. It is changed in place.
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+
+def adopt(cache: Cache, config: PreTrainedConfig) -> RecurrentCache:
+    """Make a `RecurrentCache` of a new one made by `DynamicCache(...)`, in place: its owner keeps using it.
 
     Raises ValueError for a cache that belongs to another kind of model, or that another implementation has filled.
     """
-    layers = getattr(cache, "layers", None)
-    if layers is None or not hasattr(cache, "layer_class_to_replicate"):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}, expected a Cache such as RecurrentCache(config)")
+    if not isinstance(cache, DynamicCache):
+        raise ValueError(f"past_key_values is a {type(cache).__name__}, expected a RecurrentCache(config)")
+    layers = cache.layers
     if not layers:  # DynamicCache() without a config makes its layers when they are first written to
-        cache.layer_class_to_replicate = None
         layers.extend(LinearAttentionLayer() for _ in range(config.num_hidden_layers))
     if len(layers) != config.num_hidden_layers:
         raise ValueError(
@@ -190,8 +181,10 @@ def adopt(cache: DynamicCache, config: PreTrainedConfig) -> DynamicCache:
                 "use RecurrentCache(config)"
             )
         layers[i] = RecurrentLayer()
-        if layer.record_past:
-            layers[i].activate_past_recording()
+        layers[i].record_past = layer.record_past
+    if not isinstance(cache, RecurrentCache):
+        cache.__class__ = RecurrentCache  # DynamicCache cannot tell the length of recurrent layers
+        cache.layer_class_to_replicate = None
     return cache
 
 

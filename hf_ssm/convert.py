@@ -38,7 +38,6 @@ _SSM_FIELDS = {
         "headdim": "head_dim",
         "ngroups": "n_groups",
         "chunk_size": "chunk_size",
-        "A_init_range": "A_init_range",
         "dt_limit": "time_step_limit",
         "rmsnorm": "use_gated_norm",
         "norm_before_gate": "norm_before_gate",
@@ -72,6 +71,7 @@ def config_from_original(config: dict[str, Any]) -> dict[str, Any]:
     d_ssm = ssm_cfg.pop("d_ssm", None)
     if d_ssm is not None and d_ssm != ssm_cfg.get("expand", 2) * config["d_model"]:
         raise UnknownCheckpoint(f"ssm_cfg.d_ssm={d_ssm}: only a scan over all channels is supported")
+    A_init_range = ssm_cfg.pop("A_init_range", (1, 16)) if model_type == "mamba2" else None
     unknown = set(ssm_cfg) - set(fields) - _NO_EFFECT_ON_RESULTS
     if unknown:
         raise UnknownCheckpoint(f"ssm_cfg has fields that {layer} does not: {', '.join(sorted(unknown))}")
@@ -91,6 +91,7 @@ def config_from_original(config: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 0,
         **_ORIGINAL_DEFAULTS[model_type],
+        **({} if A_init_range is None else {"A_init_min": float(A_init_range[0]), "A_init_max": float(A_init_range[1])}),
         **{fields[name]: value for name, value in ssm_cfg.items() if name in fields},
     }
 
@@ -122,6 +123,10 @@ def config_to_original(config: dict[str, Any]) -> dict[str, Any]:
         )
     layer = next(layer for layer, kind in _LAYERS.items() if kind == model_type)
     ssm_cfg = {name: config[field] for name, field in _SSM_FIELDS[model_type].items() if field in config}
+    if "A_init_min" in config:
+        ssm_cfg["A_init_range"] = [config["A_init_min"], config["A_init_max"]]
+    if config.get("intermediate_size"):
+        ssm_cfg["expand"] = config["intermediate_size"] / config["hidden_size"]
     return {
         "d_model": config["hidden_size"],
         "d_intermediate": config.get("mlp_intermediate_size", 0),

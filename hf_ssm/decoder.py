@@ -108,7 +108,6 @@ class SSMPreTrainedModel(PreTrainedModel):
     _is_stateful = False  # the cache can be rolled back, so assisted decoding works
     _no_split_modules = ["Block"]
     _can_record_outputs = {"hidden_states": Block}
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
 
     @classmethod
     def from_pretrained(cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any) -> Any:
@@ -517,9 +516,8 @@ class SSMForTokenClassification(SSMPreTrainedModel):
 
         The other arguments are the backbone's. Returns logits (batch, seqlen, num_labels).
         """
-        outputs = self.backbone(
-            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
-        )
+        kwargs.setdefault("use_cache", False)
+        outputs = self.backbone(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:

@@ -20,7 +20,8 @@ class MambaConfig(PreTrainedConfig):
         hidden_size: width of the residual stream, d_model in the paper.
         state_size: states per channel, d_state (N in the paper).
         num_hidden_layers: blocks.
-        expand: d_inner / hidden_size.
+        expand: d_inner / hidden_size, where intermediate_size does not say otherwise.
+        intermediate_size: d_inner; expand * hidden_size if None.
         conv_kernel: width of the causal convolution, d_conv.
         time_step_rank: rank of dt's projection; "auto" is ceil(hidden_size / 16).
         use_bias: biases in in_proj and out_proj.
@@ -49,6 +50,7 @@ class MambaConfig(PreTrainedConfig):
     state_size: int = 16
     num_hidden_layers: int = 32
     expand: int | float = 2
+    intermediate_size: int | None = None
     conv_kernel: int = 4
     time_step_rank: int | str = "auto"
     use_bias: bool = False
@@ -73,7 +75,8 @@ class MambaConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 0
 
     def __post_init__(self, **kwargs):
-        self.intermediate_size = int(self.expand * self.hidden_size)
+        if self.intermediate_size is None:
+            self.intermediate_size = int(self.expand * self.hidden_size)
         if self.time_step_rank == "auto":
             self.time_step_rank = math.ceil(self.hidden_size / 16)
         super().__post_init__(**kwargs)
@@ -89,13 +92,11 @@ class MambaConfig(PreTrainedConfig):
         return ["linear_attention"] * self.num_hidden_layers
 
     def validate_architecture(self):
-        sizes = ("vocab_size", "hidden_size", "state_size", "num_hidden_layers", "conv_kernel", "time_step_rank")
-        for name in sizes:
+        sizes = ("vocab_size", "hidden_size", "state_size", "num_hidden_layers", "conv_kernel")
+        for name in (*sizes, "time_step_rank", "intermediate_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-        if self.expand * self.hidden_size != self.intermediate_size or self.intermediate_size < 1:
-            raise ValueError(f"expand * hidden_size = {self.expand * self.hidden_size} must be a positive integer")
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act={self.hidden_act!r}: Mamba's kernels compute 'silu' only")
         if self.time_step_init_scheme not in ("random", "constant"):

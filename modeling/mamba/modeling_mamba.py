@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.generation import GenerationMixin
 
 from hf_ssm.decoder import (
     Replay,
@@ -86,6 +87,7 @@ class MambaMixer(nn.Module):
 
 class MambaPreTrainedModel(SSMPreTrainedModel):
     config_class = MambaConfig
+    _keep_in_fp32_modules_strict = ["A_log"]  # they set decay rates: an error grows with the length
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -111,7 +113,7 @@ class MambaModel(SSMModel, MambaPreTrainedModel):
         return MambaMixer(config)
 
 
-class MambaForCausalLM(SSMForCausalLM, MambaPreTrainedModel):
+class MambaForCausalLM(SSMForCausalLM, MambaPreTrainedModel, GenerationMixin):
     """The language model."""
 
     model_class = MambaModel

@@ -1,5 +1,7 @@
 """Mamba-2's configuration."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -21,7 +23,7 @@ class Mamba2Config(PreTrainedConfig):
         expand: d_inner / hidden_size.
         head_dim: channels per head (P in the paper).
         num_heads: d_inner / head_dim; may be left out.
-        n_groups: groups of heads that share B and C.
+        n_groups: groups of heads that share B and C; 8 if None, or fewer if num_heads asks for it.
         conv_kernel: width of the causal convolution, d_conv.
         chunk_size: tokens that the scan computes as one matrix; a matter of speed, not of the result.
         use_bias: biases in in_proj and out_proj.
@@ -36,7 +38,7 @@ class Mamba2Config(PreTrainedConfig):
         mlp_intermediate_size: hidden size of a gated MLP behind every mixer; 0 for none.
         initializer_range: standard deviation of projections and embeddings.
         rescale_prenorm_residual: divide the initial out_proj by sqrt(num_hidden_layers).
-        A_init_range: A is initialised to minus a uniform draw from this range.
+        A_init_min, A_init_max: A is initialised to minus a uniform draw between them.
         time_step_min, time_step_max, time_step_floor: dt's bias is initialised so that softplus(bias) is log-uniform
             between the first two, and not below the third.
         time_step_limit: (smallest, largest) step size, always in force.
@@ -55,7 +57,7 @@ class Mamba2Config(PreTrainedConfig):
     expand: int | float = 2
     head_dim: int = 64
     num_heads: int | None = None
-    n_groups: int = 8
+    n_groups: int | None = None
     conv_kernel: int = 4
     chunk_size: int = 256
     use_bias: bool = False
@@ -70,7 +72,8 @@ class Mamba2Config(PreTrainedConfig):
     mlp_intermediate_size: int = 0
     initializer_range: float = 0.02
     rescale_prenorm_residual: bool = True
-    A_init_range: list[float] | tuple[float, ...] = (1.0, 16.0)
+    A_init_min: float = 1.0
+    A_init_max: float = 16.0
     time_step_min: float = 0.001
     time_step_max: float = 0.1
     time_step_floor: float = 1e-4
@@ -85,6 +88,8 @@ class Mamba2Config(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.num_heads is None and self.head_dim > 0:
             self.num_heads = int(self.expand * self.hidden_size) // self.head_dim
+        if self.n_groups is None and self.num_heads:
+            self.n_groups = math.gcd(8, self.num_heads)
         super().__post_init__(**kwargs)
 
     @property
@@ -116,10 +121,9 @@ class Mamba2Config(PreTrainedConfig):
             raise ValueError(f"n_groups={self.n_groups} must divide num_heads={self.num_heads}")
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f"hidden_act={self.hidden_act!r}: Mamba-2's kernels compute 'silu' only")
-        for name in ("time_step_limit", "A_init_range"):
-            limits = getattr(self, name)
-            if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
-                raise ValueError(f"{name}={limits} must be (smallest, largest), both at least 0")
+        limit = self.time_step_limit
+        if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
+            raise ValueError(f"time_step_limit={limit} must be (smallest, largest), both at least 0")
         if self.mlp_intermediate_size < 0:
             raise ValueError(f"mlp_intermediate_size={self.mlp_intermediate_size} must not be negative")
 

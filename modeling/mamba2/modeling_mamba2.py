@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.generation import GenerationMixin
 
 from hf_ssm.decoder import (
     Replay,
@@ -104,14 +105,15 @@ class Mamba2Mixer(nn.Module):
 
 class Mamba2PreTrainedModel(SSMPreTrainedModel):
     config_class = Mamba2Config
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # they set decay rates: an error grows with the length
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Mamba2Mixer):
             nheads = module.A_log.shape[0]
-            low, high = self.config.A_init_range
-            init.copy_(module.A_log, torch.empty(nheads).uniform_(low, high).log())
+            decay = torch.empty(nheads).uniform_(self.config.A_init_min, self.config.A_init_max)
+            init.copy_(module.A_log, decay.log())
             init.ones_(module.D)
             init.copy_(module.dt_bias, log_uniform_time_step_bias(nheads, self.config))
 
@@ -124,7 +126,7 @@ class Mamba2Model(SSMModel, Mamba2PreTrainedModel):
         return Mamba2Mixer(config)
 
 
-class Mamba2ForCausalLM(SSMForCausalLM, Mamba2PreTrainedModel):
+class Mamba2ForCausalLM(SSMForCausalLM, Mamba2PreTrainedModel, GenerationMixin):
     """The language model."""
 
     model_class = Mamba2Model
