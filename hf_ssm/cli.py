@@ -58,10 +58,10 @@ def _readable_errors() -> Iterator[None]:
         if _debug:
             raise
         bad_input = isinstance(error, ValueError | FileNotFoundError)
-        name = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-        typer.echo(f"error: {name}{error}", err=True)
-        if not bad_input:
-            typer.echo("(hf-ssm --debug COMMAND ... shows where)", err=True)
+        if isinstance(error, ValueError | OSError):
+            typer.echo(f"error: {error}", err=True)
+        else:
+            typer.echo(f"error: {type(error).__name__}: {error}\n(hf-ssm --debug COMMAND ... shows where)", err=True)
         raise typer.Exit(2 if bad_input else 1) from error
 
 
@@ -126,9 +126,14 @@ def generate(
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 
-        network: Any = AutoModelForCausalLM.from_pretrained(model)
+        if not Path(model).exists() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+            raise FileNotFoundError(f"no such folder: {model}")
+        try:
+            network: Any = AutoModelForCausalLM.from_pretrained(model)
+            tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:  # no model there, neither in a folder nor on the Hub
+            raise ValueError(f"cannot load {model}: {error}") from error
         network = network.to(torch.accelerator.current_accelerator() or "cpu").eval()
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(network.device)
         how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "num_beams": num_beams}
         if temperature > 0:

@@ -170,13 +170,21 @@ def test_generate_refuses_bad_input(model_folder, arguments, complaint):
     assert result.exit_code == 2 and complaint in result.stderr and not result.stdout
 
 
+@pytest.mark.parametrize("place", ["./missing", "empty"])
+def test_generate_without_a_model(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    result = invoke("generate", place, "text")
+    assert result.exit_code == 2 and place in result.stderr and "Traceback" not in result.output
+
+
 def test_generate_with_a_truncated_file(model_folder, tmp_path):
     for path in model_folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     result = invoke("generate", tmp_path, "text")
-    assert result.exit_code in (1, 2) and result.stderr.startswith("error: ") and "Traceback" not in result.output
+    assert result.exit_code != 0 and result.stderr.startswith("error: ") and "Traceback" not in result.output
 
 
 # ---------------------------------------------------------------- convert, doctor
