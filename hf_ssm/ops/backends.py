@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from operator import index
 from typing import Any
 
 import torch
@@ -97,7 +98,10 @@ def choose(call: Call, backend: str | None = None) -> Callable[..., Any]:
     Raises ValueError for a name that no operator has, BackendUnavailable or UnsupportedByBackend if the backend asked
     for cannot run on this machine or cannot run this call.
     """
-    return _LOADED[_choose_impl(call.operator, call.device, call.dtype, call.traits, backend or _forced)]
+    traits = tuple(
+        (name, index(value)) for name, value in call.traits
+    )  # index: fixed, where torch.compile lets it vary
+    return _LOADED[_choose_impl(call.operator, call.device, call.dtype, traits, backend or _forced)]
 
 
 @torch.compiler.assume_constant_result

@@ -1,6 +1,7 @@
 """Short depthwise causal convolution, and its one-token update.
 
-The convolution in front of the scan of Mamba (arXiv:2312.00752, section 3.4) and Mamba-2 (arXiv:2405.21060, section 7).
+The convolution in front of the scan of Mamba (arXiv:2312.00752, section 3.4) and Mamba-2 (arXiv:2405.21060,
+section 7).
 
 b batch   l seqlen   d channels   w width   s state_len >= w - 1
 """
@@ -46,15 +47,14 @@ def causal_conv1d(
         initial state) inputs of each row's last sequence, oldest first, zeros in front if there were fewer.
 
     Raises:
-        ValueError for shapes that disagree, UnsupportedByBackend or BackendUnavailable for a backend asked for by name.
+        ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
     _check(x, weight, bias, activation, initial_state, seq_idx, mask)
     batch, seqlen, channels = x.shape
     width = weight.shape[1]
-    state = initial_state if initial_state is not None else x.new_zeros(batch, width - 1, channels)
+    state = initial_state.to(x.dtype) if initial_state is not None else x.new_zeros(batch, width - 1, channels)
     if seqlen == 0:
         return torch.zeros_like(x), state
-    state = state.to(x.dtype)
 
     order = None
     lengths = None
@@ -191,9 +191,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, d_out):
     x, weight, bias, initial_state, seq_idx = ctx.saved_tensors
-    d_x, d_weight, d_bias, d_state = _causal_conv1d_backward(
-        d_out, x, weight, bias, initial_state, seq_idx, ctx.silu
-    )
+    d_x, d_weight, d_bias, d_state = _causal_conv1d_backward(d_out, x, weight, bias, initial_state, seq_idx, ctx.silu)
     return (
         d_x,
         d_weight,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NO_LIMIT = (0.0, float("inf"))
+NO_LIMIT = (-float("inf"), float("inf"))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

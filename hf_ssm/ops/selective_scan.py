@@ -58,7 +58,7 @@ def selective_scan(
         float32 (float64 for float64 inputs). Gradients flow through both states.
 
     Raises:
-        ValueError for shapes that disagree, UnsupportedByBackend or BackendUnavailable for a backend asked for by name.
+        ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
     _check(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, mask)
     if B.ndim == 3:
@@ -123,26 +123,27 @@ def selective_scan_reference(
     seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence itself, one token per step. Every backend answers to it."""
-    dtype = compute_dtype(x)
-    per_group = x.shape[2] // B.shape[2]
-    B, C = (t.to(dtype).repeat_interleave(per_group, dim=2) for t in (B, C))  # b l d n
-    dt = step_size(dt, dt_bias, dt_softplus, NO_LIMIT, dtype)
-    A, xs = A.to(dtype), x.to(dtype)
-    state = _zero_state(x, A) if initial_state is None else initial_state
-    starts = None if seq_idx is None else sequence_starts(seq_idx)
-    ys = []
-    for t in range(x.shape[1]):
-        if starts is not None:
-            state = state.masked_fill(starts[:, t, None, None], 0)
-        decay = torch.exp(dt[:, t, :, None] * A)  # b d n
-        state = decay * state + (dt[:, t] * xs[:, t])[..., None] * B[:, t]
-        ys.append(torch.einsum("bdn,bdn->bd", C[:, t], state))
-    y = torch.stack(ys, dim=1)
-    if D is not None:
-        y = y + D.to(dtype) * xs
-    if z is not None:
-        y = y * torch.nn.functional.silu(z.to(dtype))
-    return y.to(x.dtype), state
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = compute_dtype(x)
+        per_group = x.shape[2] // B.shape[2]
+        B, C = (t.to(dtype).repeat_interleave(per_group, dim=2) for t in (B, C))  # b l d n
+        dt = step_size(dt, dt_bias, dt_softplus, NO_LIMIT, dtype)
+        A, xs = A.to(dtype), x.to(dtype)
+        state = _zero_state(x, A) if initial_state is None else initial_state
+        starts = None if seq_idx is None else sequence_starts(seq_idx)
+        ys = []
+        for t in range(x.shape[1]):
+            if starts is not None:
+                state = state.masked_fill(starts[:, t, None, None], 0)
+            decay = torch.exp(dt[:, t, :, None] * A)  # b d n
+            state = decay * state + (dt[:, t] * xs[:, t])[..., None] * B[:, t]
+            ys.append(torch.einsum("bdn,bdn->bd", C[:, t], state))
+        y = torch.stack(ys, dim=1)
+        if D is not None:
+            y = y + D.to(dtype) * xs
+        if z is not None:
+            y = y * torch.nn.functional.silu(z.to(dtype))
+        return y.to(x.dtype), state
 
 
 # --- the `torch` backend -------------------------------------------------------------------------------------------
@@ -265,9 +266,9 @@ def _selective_scan_backward(
             scan.export(d_A[None])[0].to(A.dtype),
             d_B,
             d_C,
-            d_D.to(D.dtype) if D is not None else d_D,
+            d_D.to((x if D is None else D).dtype),
             d_z,
-            d_bias.to(dt_bias.dtype) if dt_bias is not None else d_bias,
+            d_bias.to((x if dt_bias is None else dt_bias).dtype),
             scan.export(d_state),
         )
 
@@ -341,11 +342,16 @@ class _Scan:
         """(b, d, n) -> (b, g, n, e)"""
         if state is None:
             return self.new(self.batch, *self.state_shape, dtype=self.dtype).zero_()
-        return state.to(self.dtype).view(self.batch, self.ngroups, -1, self.d_state).transpose(2, 3).contiguous()
+        return (
+            state.to(self.dtype)
+            .view(self.batch, self.ngroups, self.state_shape[2], self.d_state)
+            .transpose(2, 3)
+            .contiguous()
+        )
 
     def export(self, state: Tensor) -> Tensor:
         """(b, g, n, e) -> (b, d, n)"""
-        return state.transpose(-1, -2).reshape(state.shape[0], -1, self.d_state).contiguous()
+        return state.transpose(-1, -2).flatten(1, 2).contiguous()
 
     def load(self, tokens, x, dt, B, C, dt_bias, dt_softplus, seq_idx) -> _Segment:
         dt_rows = step_size(dt[:, tokens], dt_bias, dt_softplus, NO_LIMIT, self.dtype)
@@ -404,7 +410,7 @@ class _Scan:
         for q in range(part.dt.shape[2]):
             state.mul_(self._decay(part, q, buffer)).addcmul_(part.inputs[:, :, q], part.B[:, :, q])
             y[:, :, q] = torch.matmul(part.C[:, :, q].transpose(-1, -2), state)
-        return self._rows(y, part), state[:, -1]
+        return self._rows(y, part), state[:, -1].clone()  # a view would keep all chunks' states alive
 
     def _rows(self, chunks: Tensor, part: _Segment) -> Tensor:
         """(b, c, q, g, 1, e) -> (b, s, d)"""
@@ -456,7 +462,7 @@ class _Scan:
             d_B[:, :, q] = torch.matmul(d_states, part.inputs[:, :, q].transpose(-1, -2))
             d_inputs[:, :, q] = torch.matmul(part.B[:, :, q].transpose(-1, -2), d_states)
             d_states.mul_(self._decay(part, q, buffer))
-            d_exponent = torch.mul(d_states, states[q], out=states[q + 1])  # of dt A; states[q + 1] is not needed again
+            d_exponent = torch.mul(d_states, states[q], out=states[q + 1])  # of dt A; states[q + 1] is free by now
             d_A += torch.mul(d_exponent, part.dt[:, :, q], out=buffer).sum(dim=(0, 1))
             d_dt[:, :, q] = d_exponent.mul_(self.A).sum(dim=-2, keepdim=True)
         length = part.dt_rows.shape[1]

@@ -28,7 +28,7 @@ def ssd(
     dt_bias: Tensor | None = None,
     *,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
     chunk_size: int = 256,
     initial_state: Tensor | None = None,
     seq_idx: Tensor | None = None,
@@ -48,7 +48,8 @@ def ssd(
         z: (batch, seqlen, nheads, headdim), the gate.
         dt_bias: (nheads,), added to dt before softplus.
         dt_softplus: whether dt is softplus(dt + dt_bias) rather than dt + dt_bias.
-        dt_limit: (smallest, largest) step size, applied last; its gradient outside is zero.
+        dt_limit: (smallest, largest) step size, applied last; its gradient outside is zero. By default no step is
+            negative, which matters only without softplus.
         chunk_size: tokens that are computed as one matrix; at most a matter of speed, never of the result.
         initial_state: (batch, nheads, headdim, d_state), the state before the first token; zeros if None.
         seq_idx: (batch, seqlen) integers; the state restarts from zero where the index changes. The initial state
@@ -61,7 +62,7 @@ def ssd(
         d_state) float32 (float64 for float64 inputs). Gradients flow through both states.
 
     Raises:
-        ValueError for shapes that disagree, UnsupportedByBackend or BackendUnavailable for a backend asked for by name.
+        ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]))
     _check(x, dt, A, B, C, D, z, dt_bias, dt_limit, chunk_size, initial_state, seq_idx, mask)
@@ -82,9 +83,7 @@ def ssd(
         ("d_state", B.shape[3]),
     )
     run = choose(Call("ssd", x.device.type, x.dtype, traits), backend)
-    out, final_state = run(
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, initial_state, seq_idx
-    )
+    out, final_state = run(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, initial_state, seq_idx)
     if mask is not None:
         out = out.masked_fill(~mask[..., None, None], 0)
     return out, final_state
@@ -102,7 +101,7 @@ def ssd_update(
     dt_bias: Tensor | None = None,
     *,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[Tensor, Tensor]:
     """One token of `ssd`: state (batch, nheads, headdim, d_state); x, z (batch, nheads, headdim); dt (batch, nheads);
     B, C (batch, ngroups, d_state). Returns out (batch, nheads, headdim) in x's dtype and the new state; the old one is
@@ -128,26 +127,27 @@ def ssd_reference(
     seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence itself, one token per step, no chunks. Every backend answers to it."""
-    dtype = compute_dtype(x)
-    per_group = x.shape[2] // B.shape[2]
-    B, C = (t.to(dtype).repeat_interleave(per_group, dim=2) for t in (B, C))  # b l h n
-    dt = step_size(dt, dt_bias, dt_softplus, dt_limit, dtype)
-    A, xs = A.to(dtype), x.to(dtype)
-    state = xs.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3]) if initial_state is None else initial_state
-    starts = None if seq_idx is None else sequence_starts(seq_idx)
-    ys = []
-    for t in range(x.shape[1]):
-        if starts is not None:
-            state = state.masked_fill(starts[:, t, None, None, None], 0)
-        decay = torch.exp(dt[:, t] * A)[..., None, None]  # b h 1 1
-        state = decay * state + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], xs[:, t], B[:, t])
-        ys.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]))
-    y = torch.stack(ys, dim=1)
-    if D is not None:
-        y = y + _per_channel(D).to(dtype) * xs
-    if z is not None:
-        y = y * torch.nn.functional.silu(z.to(dtype))
-    return y.to(x.dtype), state
+    with torch.autocast(x.device.type, enabled=False):
+        dtype = compute_dtype(x)
+        per_group = x.shape[2] // B.shape[2]
+        B, C = (t.to(dtype).repeat_interleave(per_group, dim=2) for t in (B, C))  # b l h n
+        dt = step_size(dt, dt_bias, dt_softplus, dt_limit, dtype)
+        A, xs = A.to(dtype), x.to(dtype)
+        state = xs.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3]) if initial_state is None else initial_state
+        starts = None if seq_idx is None else sequence_starts(seq_idx)
+        ys = []
+        for t in range(x.shape[1]):
+            if starts is not None:
+                state = state.masked_fill(starts[:, t, None, None, None], 0)
+            decay = torch.exp(dt[:, t] * A)[..., None, None]  # b h 1 1
+            state = decay * state + torch.einsum("bh,bhp,bhn->bhpn", dt[:, t], xs[:, t], B[:, t])
+            ys.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]))
+        y = torch.stack(ys, dim=1)
+        if D is not None:
+            y = y + _per_channel(D).to(dtype) * xs
+        if z is not None:
+            y = y * torch.nn.functional.silu(z.to(dtype))
+        return y.to(x.dtype), state
 
 
 # --- the `torch` backend -------------------------------------------------------------------------------------------
@@ -163,9 +163,7 @@ _SEGMENT_ELEMENTS = 1 << 20  # target size of a segment's attention matrices, b 
 
 def ssd_torch(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, initial_state, seq_idx):
     if x.shape[1] == 1:  # the recurrence is its own fastest form, and differentiable as it is
-        return ssd_reference(
-            x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, initial_state, seq_idx
-        )
+        return ssd_reference(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, initial_state, seq_idx)
     out, final_state, _ = _ssd(
         x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, *dt_limit, chunk_size
     )
@@ -270,17 +268,15 @@ def _ssd_backward(
             if dt_bias is not None:
                 d_bias += d_step.sum(dim=(0, 1))
             d_dt[:, tokens], d_B[:, tokens], d_C[:, tokens] = d_step, d_b, d_c
-        if D is not None:
-            d_D = (d_D if D.ndim == 2 else d_D.sum(dim=1)).to(D.dtype)
-        if dt_bias is not None:
-            d_bias = d_bias.to(dt_bias.dtype)
+        if D is not None and D.ndim == 1:
+            d_D = d_D.sum(dim=1)
+        d_D = d_D.to((x if D is None else D).dtype)
+        d_bias = d_bias.to((x if dt_bias is None else dt_bias).dtype)
         return d_x, d_dt, d_A.to(A.dtype), d_B, d_C, d_D, d_z, d_bias, scan.export(d_state)
 
 
 @_ssd_backward.register_fake
-def _(
-    d_out, d_final, x, dt, A, B, C, D, z, dt_bias, before_segment, seq_idx, dt_softplus, dt_min, dt_max, chunk_size
-):
+def _(d_out, d_final, x, dt, A, B, C, D, z, dt_bias, before_segment, seq_idx, dt_softplus, dt_min, dt_max, chunk_size):
     def like(t):
         return x.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
 
