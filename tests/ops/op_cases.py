@@ -1,0 +1,257 @@
+"""What the operator tests share: random inputs, gradients of everything, and each tolerance with its reason.
+
+Inputs are dictionaries of float64 tensors named as the operators name them; a test casts them to what it needs.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_ssm.ops import causal_conv1d, selective_scan, ssd
+from hf_ssm.ops.backends import OPERATORS
+
+DEVICE = "cpu"
+
+# Largest |got - want| allowed, as a fraction of max(1, max |want|).
+# float64: sums of at most a few thousand terms of order 1 in another order, 2e-16 each.
+# float32: 5 times the worst error measured over this suite, 1.0e-6 (a bias gradient, a sum over all tokens).
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator as the tests see it: how to call it, how to make inputs, which axes its inputs have."""
+
+    name: str
+    function: Callable[..., tuple[Tensor, Tensor]]
+    inputs: Callable[..., dict[str, Tensor]]
+    per_token: tuple[str, ...]  # inputs that are (batch, seqlen, ...); `initial_state` is (batch, ...)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, backend: str, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        return partial(self.function, backend=backend, **{**self.options, **options})
+
+    def tokens(self, tensors: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
+        """`tensors` with only the tokens `index` of every row."""
+        return {name: t[:, index] if name in self.per_token else t for name, t in tensors.items()}
+
+    def row(self, tensors: dict[str, Tensor], row: int) -> dict[str, Tensor]:
+        rows = (*self.per_token, "initial_state")
+        return {name: t[row : row + 1] if name in rows else t for name, t in tensors.items()}
+
+
+def draw(generator: torch.Generator, *shape: int) -> Tensor:
+    """Standard normal float64 values that depend on the seed and the shape only."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE)
+
+
+def conv_inputs(
+    batch=2, seqlen=23, channels=6, width=4, *, bias=True, initial_state: bool | int = True, seed=0
+) -> dict[str, Tensor]:
+    """`initial_state`: whether there is one, or how many tokens it has."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = {"x": draw(g, batch, seqlen, channels), "weight": draw(g, channels, width)}
+    if bias:
+        tensors["bias"] = draw(g, channels)
+    if initial_state:
+        state_len = width - 1 if initial_state is True else initial_state
+        tensors["initial_state"] = draw(g, batch, state_len, channels)
+    return tensors
+
+
+def scan_inputs(
+    batch=2,
+    seqlen=23,
+    d_inner=6,
+    d_state=3,
+    ngroups: int | None = 2,
+    *,
+    D=True,
+    z=True,
+    dt_bias=True,
+    initial_state=True,
+    seed=0,
+) -> dict[str, Tensor]:
+    """`ngroups=None`: B and C without a group axis."""
+    g = torch.Generator().manual_seed(seed)
+    groups = () if ngroups is None else (ngroups,)
+    tensors = {
+        "x": draw(g, batch, seqlen, d_inner),
+        "dt": draw(g, batch, seqlen, d_inner),
+        "A": -torch.exp(draw(g, d_inner, d_state)),
+        "B": draw(g, batch, seqlen, *groups, d_state),
+        "C": draw(g, batch, seqlen, *groups, d_state),
+    }
+    if D:
+        tensors["D"] = draw(g, d_inner)
+    if z:
+        tensors["z"] = draw(g, batch, seqlen, d_inner)
+    if dt_bias:
+        tensors["dt_bias"] = draw(g, d_inner)
+    if initial_state:
+        tensors["initial_state"] = draw(g, batch, d_inner, d_state)
+    return tensors
+
+
+def ssd_inputs(
+    batch=2,
+    seqlen=23,
+    nheads=4,
+    headdim=3,
+    ngroups=2,
+    d_state=5,
+    *,
+    D: str | None = "head",
+    z=True,
+    dt_bias=True,
+    initial_state=True,
+    seed=0,
+) -> dict[str, Tensor]:
+    """`D`: "head", "channel" or None."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = {
+        "x": draw(g, batch, seqlen, nheads, headdim),
+        "dt": draw(g, batch, seqlen, nheads),
+        "A": -torch.exp(draw(g, nheads)),
+        "B": draw(g, batch, seqlen, ngroups, d_state),
+        "C": draw(g, batch, seqlen, ngroups, d_state),
+    }
+    if D is not None:
+        tensors["D"] = draw(g, *((nheads,) if D == "head" else (nheads, headdim)))
+    if z:
+        tensors["z"] = draw(g, batch, seqlen, nheads, headdim)
+    if dt_bias:
+        tensors["dt_bias"] = draw(g, nheads)
+    if initial_state:
+        tensors["initial_state"] = draw(g, batch, nheads, headdim, d_state)
+    return tensors
+
+
+CONV = Operator("causal_conv1d", causal_conv1d, conv_inputs, ("x",), {"activation": "silu"})
+SCAN = Operator("selective_scan", selective_scan, scan_inputs, ("x", "dt", "B", "C", "z"), {"dt_softplus": True})
+SSD = Operator("ssd", ssd, ssd_inputs, ("x", "dt", "B", "C", "z"), {"dt_softplus": True})
+ALL = (CONV, SCAN, SSD)
+
+
+def usable(operator: str) -> list[str]:
+    """The backends of `operator` that run here and are not the reference itself."""
+    rows = OPERATORS[operator]
+    return [
+        row.name
+        for row in rows
+        if row.name != "reference" and row.obstacle() is None and (row.devices is None or DEVICE in row.devices)
+    ]
+
+
+EVERY = [(operator, backend) for operator in ALL for backend in (*usable(operator.name), "reference")]
+EVERY_IDS = [f"{operator.name}-{backend}" for operator, backend in EVERY]
+
+
+def set_chunks(monkeypatch, operator: str, tensors: dict[str, Tensor], chunk: int, per_segment: int) -> None:
+    """Make the `torch` backend work in chunks of `chunk` tokens and segments of `per_segment` chunks."""
+    if operator == "causal_conv1d":  # has no chunks
+        return
+    module = importlib.import_module(f"hf_ssm.ops.{operator}")
+    batch = max(1, tensors["x"].shape[0])
+    if operator == "selective_scan":
+        elements = batch * chunk * tensors["A"].numel()
+    else:
+        elements = batch * chunk**2 * tensors["x"].shape[2]
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    monkeypatch.setattr(module, "_SEGMENT_ELEMENTS", elements * per_segment)
+
+
+def cast(tensors: dict[str, Tensor], dtype: torch.dtype | dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """Every floating tensor in `dtype`, or each in its own."""
+    wanted = dtype if isinstance(dtype, dict) else dict.fromkeys(tensors, dtype)
+    return {name: t.to(wanted[name]) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def outputs_and_grads(
+    function: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str, Tensor], through: str = "both"
+) -> dict[str, Tensor]:
+    """`out`, `final_state` and `d_<input>` of every floating input, for random cotangents drawn from shapes alone.
+
+    `through`: whether the loss depends on "out", on the final "state" or on "both".
+    """
+    leaves = {name: t.detach().clone().requires_grad_() if t.is_floating_point() else t for name, t in tensors.items()}
+    out, state = function(**leaves)
+    g = torch.Generator().manual_seed(1)
+    cotangents = {"out": draw(g, *out.shape), "state": draw(g, *state.shape)}
+    loss = sum(
+        (value * cotangents[name].to(value.dtype)).sum()
+        for name, value in (("out", out), ("state", state))
+        if through in (name, "both")
+    )
+    wanted = {name: t for name, t in leaves.items() if t.requires_grad}
+    grads = [None] * len(wanted)  # nothing but padding leads to no input
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    results = {"out": out.detach(), "final_state": state.detach()}
+    for (name, leaf), grad in zip(wanted.items(), grads, strict=True):
+        results[f"d_{name}"] = torch.zeros_like(leaf) if grad is None else grad
+    return results
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """max |got - want| as a fraction of max(1, max |want|); NaN and inf count as infinite."""
+    assert got.shape == want.shape, f"{tuple(got.shape)} instead of {tuple(want.shape)}"
+    if want.numel() == 0:
+        return 0.0
+    difference = (got.double() - want.double()).abs().max().item() / max(1.0, want.double().abs().max().item())
+    return difference if math.isfinite(difference) else math.inf
+
+
+def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = TOLERANCE[torch.float64]) -> None:
+    assert got.keys() == want.keys()
+    errors = {name: error(got[name], want[name]) for name in want}
+    too_large = {name: value for name, value in errors.items() if not value <= tolerance}
+    assert not too_large, f"beyond {tolerance}: {too_large}"
+
+
+def documents_alone(
+    operator: Operator, documents: list[list[list[int]]], backend: str = "reference", **options: Any
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The meaning of `seq_idx` and `mask`: every document of every row run by itself, without padding.
+
+    `documents[row][i]` lists the positions of the row's i-th document; positions in none are padding. The initial
+    state belongs to a row's first document, the final state is that of its last.
+    """
+
+    def run(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        outs, states = [], []
+        call = operator(backend, **options)
+        for row, row_documents in enumerate(documents):
+            given = operator.row(tensors, row)
+            out = torch.zeros_like(given["x"])
+            _, state = call(**operator.tokens(given, slice(0, 0)))  # what a row without tokens ends in
+            for i, positions in enumerate(row_documents):
+                document = operator.tokens(given, positions)
+                if i > 0 and "initial_state" in document:
+                    document["initial_state"] = torch.zeros_like(document["initial_state"])
+                part, state = call(**document)
+                out = out.index_copy(1, torch.tensor(positions, device=out.device), part)
+            outs.append(out)
+            states.append(state)
+        return torch.cat(outs), torch.cat(states)
+
+    return run
+
+
+def packed_rows(
+    documents: list[list[list[int]]], seqlen: int, ids: list[list[int]] | None = None
+) -> dict[str, Tensor]:
+    """`seq_idx` and `mask` of `documents`; padding gets an id of its own at every position, which must not matter."""
+    seq_idx = torch.arange(1000, 1000 + seqlen).repeat(len(documents), 1)
+    mask = torch.zeros(len(documents), seqlen, dtype=torch.bool)
+    for row, row_documents in enumerate(documents):
+        for i, positions in enumerate(row_documents):
+            seq_idx[row, positions] = i if ids is None else ids[row][i]
+            mask[row, positions] = True
+    return {"seq_idx": seq_idx.to(DEVICE), "mask": mask.to(DEVICE)}
