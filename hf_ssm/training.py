@@ -272,8 +272,9 @@ def _explain_full_disk(folder: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, OutputError):
             raise
-        full = getattr(error, "errno", None) == errno.ENOSPC or "no space left" in str(error).lower()
-        if full or ("PytorchStreamWriter" in str(error) and shutil.disk_usage(folder).free < 1_000_000):
+        # The second and third are all that torch.save tells when a write fails.
+        signs = ("no space left", "pytorchstreamwriter", "unexpected pos")
+        if getattr(error, "errno", None) == errno.ENOSPC or any(sign in str(error).lower() for sign in signs):
             raise OutputError(
                 f"the disk of {folder} is full. Nothing half-written will be used: make room and run the same "
                 "command again, it goes on from the last complete checkpoint"
@@ -474,7 +475,8 @@ def _claim(run: Path, recipe: Recipe) -> dict[str, Any] | None:
         if isinstance(recipe.model, str):
             wanted["model"] = json.loads(Path(recipe.model).read_text(encoding="utf-8"))
     path = run / "recipe.yaml"
-    if not path.exists():
+    if not (run / "before.json").exists():  # nothing was measured or trained here yet
+        _clear(run)
         write_atomically(path, yaml.safe_dump(wanted, sort_keys=False))
         return None
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
