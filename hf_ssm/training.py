@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +413,7 @@ def train(recipe: Recipe, *, restart: bool = False) -> RunResult:
     Raises RecipeError, DataError or OutputError with a message for the user.
     """
     started = time.monotonic()
+    _require_packages()
     run = Path(recipe.output_dir)
     prepare_folder(run)
     if restart:
@@ -456,6 +458,13 @@ def train(recipe: Recipe, *, restart: bool = False) -> RunResult:
         _write_report(run, recipe, metrics, samples)
         write_atomically(run / "metrics.json", json.dumps(metrics, indent=1))
     return RunResult(run, metrics)
+
+
+def _require_packages() -> None:
+    """Say at the start what would otherwise be missing at the end."""
+    missing = [name for name in ("accelerate", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise RecipeError(f"training needs {' and '.join(missing)}: pip install 'hf-ssm[train]'")
 
 
 def _clear(run: Path) -> None:
@@ -548,7 +557,7 @@ def _plot_loss(path: Path, metrics: dict[str, Any]) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], label="training")
-    axes.plot([0, metrics["steps"]], [loss["before"], loss["after"]], "o--", label="validation, before and after")
+    axes.plot([0, metrics["steps"]], [loss["before"], loss["after"]], "o", label="validation, before and after")
     axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,21 +1,19 @@
 """The whole main job in one go, for `make demo`: train a small Mamba-2, save it, load it back, generate.
 
-The recipe says everything; this script runs it and prints what came out. A demo that was interrupted is resumed, one
-that is finished is done again.
+The recipe says everything; this script runs it anew and prints what came out.
 """
-
-from pathlib import Path
 
 from hf_ssm.recipes import load_recipe
 from hf_ssm.training import train
 
-recipe = load_recipe("configs/recipes/demo.yaml")
-run = Path(recipe.output_dir)
-result = train(recipe, restart=(run / "metrics.json").exists())
-bits = result.metrics["bits_per_byte"]
+try:
+    result = train(load_recipe("configs/recipes/demo.yaml"), restart=True)
+except (ValueError, OSError) as error:  # bad settings, a disk that is full or cannot be written
+    raise SystemExit(f"error: {error}") from error
 
-print((run / "samples.md").read_text(encoding="utf-8"))
-print((run / "report.md").read_text(encoding="utf-8"))
-if bits["after"] > 0.9 * bits["before"]:
+for name in ("samples.md", "report.md"):
+    print((result.folder / name).read_text(encoding="utf-8"))
+bits = result.metrics["bits_per_byte"]
+if bits["after"] > 0.8 * bits["before"]:
     raise SystemExit("the loss did not fall clearly: something is broken")
-print(f"Written to {run}/. Try:  hf-ssm generate {result.model_folder} 'class '")
+print(f"Everything is in {result.folder}/. Go on with:  hf-ssm generate {result.model_folder} 'class '")

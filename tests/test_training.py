@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import hf_ssm  # noqa: F401  registers the architectures
 from hf_ssm import training
 from hf_ssm.data import PackedCollator, token_byte_lengths
-from hf_ssm.recipes import RecipeError, model_config, recipe_from_dict
+from hf_ssm.recipes import RecipeError, load_recipe, model_config, recipe_from_dict
 from hf_ssm.training import (
     OutputError,
     SSMTrainer,
@@ -178,6 +178,20 @@ def test_bits_per_byte_is_the_likelihood_of_the_bytes_whatever_the_batch(finishe
             token_bytes=token_byte_lengths(tokenizer),
         )
         assert trainer.evaluate()["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / covered, rel=1e-5)
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_packed_documents_do_not_see_each_other(model_type):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config(TINY[model_type] | {"vocab_size": 50})).eval()
+    eos = 0
+    documents = [torch.randint(1, 50, (length,)) for length in (5, 1, 9)]
+    closed = [torch.cat([document, torch.tensor([eos])]) for document in documents]
+    batch = PackedCollator(eos)([{"input_ids": torch.cat(closed)}])
+    with torch.no_grad():
+        packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+        alone = torch.cat([model(document[None]).logits[0] for document in closed])
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -431,6 +445,16 @@ def test_streaming_resumes_too(text_folder, tmp_path, monkeypatch):
     assert_equal_runs(train(recipe), whole)
 
 
+@pytest.mark.slow
+def test_the_demo_with_fewer_steps(tmp_path, monkeypatch):
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(root)
+    changes = ["training.max_steps=20", "data.validation_blocks=8", f"output_dir={tmp_path / 'demo'}"]
+    result = train(load_recipe(root / "configs/recipes/demo.yaml", changes))
+    assert result.metrics["bits_per_byte"]["after"] < 0.9 * result.metrics["bits_per_byte"]["before"]
+    assert (result.folder / "samples.md").read_text().count("⟶") == 1 + 3
+
+
 # ---------------------------------------------------------------- trouble
 
 
@@ -438,6 +462,13 @@ def test_an_output_folder_that_cannot_be_written(text_folder, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match=r"cannot write in .*file/run"):
         train(tiny_recipe(text_folder, tmp_path / "file" / "run"))
+
+
+def test_missing_packages_are_named_before_training(text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"needs accelerate and matplotlib: pip install 'hf-ssm\[train\]'"):
+        train(tiny_recipe(text_folder, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_too_little_space_is_noticed_before_training(text_folder, tmp_path, monkeypatch):
