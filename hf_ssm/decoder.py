@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -32,12 +34,11 @@ from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.utils import can_return_tuple, is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_ssm.cache import RecurrentCache, RecurrentLayer, adopt, check_states
+from hf_ssm.cache import RecurrentCache, Replay, adopt, check_states
 from hf_ssm.convert import ORIGINAL_EMBEDDING, OUR_EMBEDDING
 from hf_ssm.layers import CausalConv1d, GatedMLP, LayerNorm, RMSNorm
+from hf_ssm.ops.discretize import compute_dtype
 from hf_ssm.ops.rows import fill_padding, sequence_starts
-
-Replay = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -223,40 +224,45 @@ class SSMModel(SSMPreTrainedModel):
         batch, seqlen = inputs_embeds.shape[:2]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
-        if past_key_values is not None:
-            adopt(past_key_values, self.config)
-        elif use_cache:
-            past_key_values = RecurrentCache(self.config)
-        mask = padding_mask(attention_mask, batch, seqlen, past_key_values)
+        cache = None if past_key_values is None else adopt(past_key_values, self.config)
+        if cache is None and use_cache:
+            cache = RecurrentCache(self.config)
+        mask = padding_mask(attention_mask, batch, seqlen, cache)
         seq_idx = packed_rows(seq_idx, position_ids, mask, batch, seqlen)
 
         hidden_states = inputs_embeds
         for i, block in enumerate(self.layers):
-            cached = None if past_key_values is None else past_key_values.layers[i]
-            hidden_states = self._run_block(block, hidden_states, cached, seq_idx, mask)
+            if cache is None:
+                hidden_states = block(hidden_states, None, None, seq_idx, mask)[0]
+            else:
+                hidden_states = self._continue(block, i, hidden_states, cache, seq_idx, mask)
         return SSMModelOutput(
             last_hidden_state=self.norm_f(hidden_states),
-            past_key_values=past_key_values if use_cache else None,
+            past_key_values=cache if use_cache else None,
         )
 
-    def _run_block(
-        self, block: Block, hidden_states: Tensor, cached: RecurrentLayer | None, seq_idx: Tensor | None, mask
+    def _continue(
+        self,
+        block: Block,
+        layer_idx: int,
+        hidden_states: Tensor,
+        cache: RecurrentCache,
+        seq_idx: Tensor | None,
+        mask: Tensor | None,
     ) -> Tensor:
-        """One block, with its states taken from and given back to its cache layer."""
-        if cached is None:
-            return block(hidden_states, None, None, seq_idx, mask)[0]
+        """One block, with its states taken from the cache and given back to it."""
         batch, seqlen = hidden_states.shape[:2]
         conv_shape = (batch, *block.mixer.conv_state_shape)
-        states = cached.states()
+        states = cache.states(layer_idx)
         if states is None:
             conv_state, ssm_state = hidden_states.new_zeros(conv_shape, dtype=block.norm.weight.dtype), None
         else:
             check_states(states, conv_shape, (batch, *block.mixer.ssm_state_shape), hidden_states.device)
             conv_state, ssm_state = states
         replays: list[Replay] = []
-        record = replays.append if cached.record_past else None
+        record = replays.append if cache.is_recording_past(layer_idx) else None
         hidden_states, conv_state, ssm_state = block(hidden_states, conv_state, ssm_state, seq_idx, mask, record)
-        cached.advance((conv_state, ssm_state), seqlen, replays[0] if replays else None)
+        cache.advance(layer_idx, (conv_state, ssm_state), seqlen, replays[0] if replays else None)
         return hidden_states
 
     def _checked(self, input_ids: Tensor) -> Tensor:
@@ -345,10 +351,37 @@ class SSMGenerationMixin(GenerationMixin):
         return model_inputs
 
 
+def next_token_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Mean cross entropy of logits[:, :-1] with labels[:, 1:]; with `num_items_in_batch`, the sum divided by that.
+
+    As transformers' own, which is in float32 even if the logits are in float64.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits = logits.to(compute_dtype(logits)).reshape(-1, vocab_size)
+    shift_labels = shift_labels.reshape(-1).to(logits.device)
+    return fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index)
+
+
+def token_label_loss(logits: Tensor, labels: Tensor, config, **kwargs: Any) -> Tensor:
+    """Mean cross entropy of every token's logits with its label; see `next_token_loss`."""
+    logits = logits.to(compute_dtype(logits)).reshape(-1, config.num_labels)
+    return fixed_cross_entropy(logits, labels.reshape(-1).to(logits.device))
+
+
 class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
     """The backbone and a projection to the vocabulary. A subclass says which backbone."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}
+    _loss_function = staticmethod(next_token_loss)
     model_class: type[SSMModel]
 
     def __init__(self, config):
@@ -491,6 +524,7 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
 class SSMForTokenClassification(SSMPreTrainedModel):
     """The backbone and a linear layer on every token."""
 
+    _loss_function = staticmethod(token_label_loss)
     model_class: type[SSMModel]
 
     def __init__(self, config):
@@ -560,7 +594,9 @@ def packed_rows(
     None if no row holds more than one sequence."""
     if seq_idx is not None:
         if tuple(seq_idx.shape) != (batch, seqlen):
-            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})")
+            raise ValueError(
+                f"seq_idx has shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"
+            )
         return seq_idx
     if position_ids is None or seqlen < 2:
         return None
