@@ -6,7 +6,8 @@ An architecture brings a mixer and a configuration; everything here is the same 
 
 with u and out (batch, seqlen, hidden_size). `record`, if given, is called with a function `replay(n)` that returns the
 two states after the first n tokens of the call. `mixer.conv_state_shape` and `mixer.ssm_state_shape` are the shapes of
-one row's states, (d_conv, channels) and that of the scan.
+one row's states, (d_conv, channels) and that of the scan. The projection whose output is added to the residual stream
+has the attribute `writes_to_residual = True`; it is initialised accordingly.
 
 b batch   l seqlen
 """
@@ -138,27 +139,29 @@ class SSMPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in the original implementations: projections and embeddings normal with `initializer_range`, the
-        projections that write to the residual stream divided by the square root of their number (GPT-2's scheme).
-        A mixer initialises its own parameters in its own subclass's branch."""
+        """As in the original implementations: projections and embeddings normal with `initializer_range`; those that
+        write to the residual stream uniform, and divided by the square root of their number (GPT-2's scheme).
+
+        Every parameter is initialised from the module that owns it, so that a partly loaded model is right, too.
+        """
         std = self.config.initializer_range
         if isinstance(module, CausalConv1d):
             init.kaiming_uniform_(module.weight, a=5**0.5)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
-            init.normal_(module.weight, mean=0.0, std=std)
+            if getattr(module, "writes_to_residual", False):
+                bound = module.in_features**-0.5  # PyTorch's own range for a linear layer
+                if self.config.rescale_prenorm_residual:
+                    writers = 2 if self.config.mlp_intermediate_size else 1  # per layer
+                    bound /= (self.config.num_hidden_layers * writers) ** 0.5
+                init.uniform_(module.weight, -bound, bound)
+            else:
+                init.normal_(module.weight, mean=0.0, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=std)
-        elif isinstance(module, Block):
-            writers = [module.mixer.out_proj] + ([] if module.mlp is None else [module.mlp.fc2])
-            for writer in writers:
-                bound = writer.in_features**-0.5  # PyTorch's own range for a linear layer
-                if self.config.rescale_prenorm_residual:
-                    bound /= (self.config.num_hidden_layers * len(writers)) ** 0.5
-                init.uniform_(writer.weight, -bound, bound)
         elif getattr(module, "weight", None) is not None and "Norm" in type(module).__name__:
             init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:

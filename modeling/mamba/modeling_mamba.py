@@ -35,9 +35,11 @@ class MambaMixer(nn.Module):
         self.conv1d = CausalConv1d(d_inner, config.conv_kernel, bias=config.use_conv_bias)
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(rank, d_inner, bias=True)
+        self.dt_proj.projects_time_step = True
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state))
         self.D = nn.Parameter(torch.empty(d_inner))
         self.out_proj = nn.Linear(d_inner, config.hidden_size, bias=config.use_bias)
+        self.out_proj.writes_to_residual = True
         self.x_proj_sizes = [rank, d_state, d_state]
         self.conv_state_shape = (config.conv_kernel, d_inner)
         self.ssm_state_shape = (d_inner, d_state)
@@ -91,18 +93,20 @@ class MambaPreTrainedModel(SSMPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        config = self.config
+        if getattr(module, "projects_time_step", False):
+            bound = config.time_step_scale * config.time_step_rank**-0.5
+            if config.time_step_init_scheme == "constant":
+                init.constant_(module.weight, bound)
+            else:
+                init.uniform_(module.weight, -bound, bound)
+            init.copy_(module.bias, log_uniform_time_step_bias(module.out_features, config))
+            return
         super()._init_weights(module)
         if isinstance(module, MambaMixer):
-            config = self.config
             d_inner, d_state = module.A_log.shape
             init.copy_(module.A_log, torch.arange(1, d_state + 1, dtype=torch.float32).log().expand(d_inner, d_state))
             init.ones_(module.D)
-            bound = config.time_step_scale * config.time_step_rank**-0.5
-            if config.time_step_init_scheme == "constant":
-                init.constant_(module.dt_proj.weight, bound)
-            else:
-                init.uniform_(module.dt_proj.weight, -bound, bound)
-            init.copy_(module.dt_proj.bias, log_uniform_time_step_bias(d_inner, config))
 
 
 class MambaModel(SSMModel, MambaPreTrainedModel):
