@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .backends import Backend, Call, choose, register
 from .discretize import compute_dtype
-from .rows import check_row_tensor, check_shape, fill_padding, real_tokens_first, sequence_starts
+from .rows import check_row_tensor, check_shape, real_tokens_first, sequence_starts
 
 
 def causal_conv1d(
@@ -63,9 +63,14 @@ def causal_conv1d(
         lengths = mask.sum(dim=1)
         x = _take_tokens(x, order)
         if seq_idx is not None:
-            seq_idx = fill_padding(seq_idx, mask).gather(1, order)
+            seq_idx = seq_idx.gather(1, order)
 
-    traits = (("width", width), ("initial_state", initial_state is not None), ("packed", seq_idx is not None))
+    traits = (
+        ("width", width),
+        ("channels", channels),
+        ("initial_state", initial_state is not None),
+        ("packed", seq_idx is not None),
+    )
     run = choose(Call("causal_conv1d", x.device.type, x.dtype, traits), backend)
     before = state[:, state.shape[1] - (width - 1) :] if initial_state is not None else None
     out = run(x, weight, bias, activation is not None, before, seq_idx)
@@ -301,6 +306,8 @@ register(
         lacks=lambda call: (
             f"width={call['width']}, the kernel has 2 to 4"
             if call["width"] not in (2, 3, 4)
+            else f"channels={call['channels']}, the kernel has multiples of 8"
+            if call["channels"] % 8
             else f"{call.dtype}, the kernel has float32, float16 and bfloat16"
             if call.dtype not in (torch.float32, torch.float16, torch.bfloat16)
             else "seq_idx together with an initial state"

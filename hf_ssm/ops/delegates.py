@@ -18,9 +18,9 @@ def causal_conv1d(
     from causal_conv1d import causal_conv1d_fn
 
     out = causal_conv1d_fn(
-        x.contiguous().transpose(1, 2),
+        x.reshape(-1).view(x.shape).transpose(1, 2),  # its strides tell the kernel the layout, for one token too
         weight,
-        bias,
+        None if bias is None else bias.to(weight.dtype),
         seq_idx=None if seq_idx is None else _runs(seq_idx),
         initial_states=None if initial_state is None else initial_state.contiguous().transpose(1, 2),
         activation="silu" if silu else None,

@@ -525,7 +525,7 @@ register(
     Backend(
         "mamba_ssm",
         "hf_ssm.ops.delegates:selective_scan",
-        needs="mamba_ssm",
+        needs="selective_scan_cuda",  # the compiled part of mamba_ssm, which may be installed without it
         devices=("cuda",),
         lacks=lambda call: (
             "the kernel has no initial state"
