@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-FOLDER = Path(__file__).parents[1] / "data" / "ops"
+FOLDER = Path(__file__).parent / "data" / "ops"
 
 
 @dataclass

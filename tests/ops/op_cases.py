@@ -20,8 +20,9 @@ DEVICE = "cpu"
 
 # Largest |got - want| allowed, as a fraction of max(1, max |want|).
 # float64: sums of at most a few thousand terms of order 1 in another order, 2e-16 each.
-# float32: 5 times the worst error measured over this suite, 1.0e-6 (a bias gradient, a sum over all tokens).
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6}
+# float32: three times the worst error seen in 180 random draws, 3.1e-6, ssd's d_A: a sum over tokens, channels and
+# states that cancels; the reference's own error there is 1.7e-6 in float32.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,11 @@ def ssd_inputs(
     if initial_state:
         tensors["initial_state"] = draw(g, batch, nheads, headdim, d_state)
     return tensors
+
+
+def positive_steps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For calls without softplus: a negative step lets the state grow beyond what a tolerance can tell apart."""
+    return {name: t.abs() if name in ("dt", "dt_bias") else t for name, t in tensors.items()}
 
 
 CONV = Operator("causal_conv1d", causal_conv1d, conv_inputs, ("x",), {"activation": "silu"})

@@ -10,6 +10,7 @@ from op_cases import (
     cast,
     error,
     outputs_and_grads,
+    positive_steps,
     scan_inputs,
     set_chunks,
     usable,
@@ -61,6 +62,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options(monkeypatch, backend, softplus, variant):
     tensors = scan_inputs(**VARIANTS[variant])
+    tensors = tensors if softplus else positive_steps(tensors)
     set_chunks(monkeypatch, "selective_scan", tensors, chunk=4, per_segment=2)
     want = outputs_and_grads(SCAN("reference", dt_softplus=softplus), tensors)
     assert_near(outputs_and_grads(SCAN(backend, dt_softplus=softplus), tensors), want)
@@ -108,8 +110,8 @@ def test_half_precision_is_as_good_as_the_reference(backend, dtypes):
     exact = outputs_and_grads(SCAN("reference"), cast(tensors, torch.float64))
     got, reference = (outputs_and_grads(SCAN(name), tensors) for name in (backend, "reference"))
     for name, want in exact.items():
-        expected_dtype = {"out": tensors["x"].dtype, "final_state": torch.float32}
-        assert got[name].dtype == expected_dtype.get(name) or tensors[name.removeprefix("d_")].dtype, name
+        given = tensors["x" if name == "out" else name.removeprefix("d_")].dtype if name != "final_state" else None
+        assert got[name].dtype == (given or torch.float32), name
         limit = 2 * error(reference[name], want) + TOLERANCE[torch.float32]
         assert error(got[name], want) <= limit, name
 

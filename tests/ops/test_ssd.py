@@ -80,6 +80,8 @@ STEP_SIZES = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options(monkeypatch, backend, step_size, variant):
     tensors = ssd_inputs(**VARIANTS[variant])
+    if step_size == "negative steps":
+        tensors["A"] *= 0.05  # they let the state grow: not beyond what a tolerance can tell apart
     set_chunks(monkeypatch, "ssd", tensors, chunk=4, per_segment=2)
     want = outputs_and_grads(SSD("reference", **STEP_SIZES[step_size]), tensors)
     assert_near(outputs_and_grads(SSD(backend, **STEP_SIZES[step_size]), tensors), want)
@@ -164,8 +166,8 @@ def test_half_precision_is_as_good_as_the_reference(backend, dtypes):
     exact = outputs_and_grads(SSD("reference"), cast(tensors, torch.float64))
     got, reference = (outputs_and_grads(SSD(name), tensors) for name in (backend, "reference"))
     for name, want in exact.items():
-        expected_dtype = {"out": tensors["x"].dtype, "final_state": torch.float32}
-        assert got[name].dtype == expected_dtype.get(name) or tensors[name.removeprefix("d_")].dtype, name
+        given = tensors["x" if name == "out" else name.removeprefix("d_")].dtype if name != "final_state" else None
+        assert got[name].dtype == (given or torch.float32), name
         limit = 2 * error(reference[name], want) + TOLERANCE[torch.float32]
         assert error(got[name], want) <= limit, name
 

@@ -1,0 +1,199 @@
+"""Which backend runs: chosen, forced in three ways, refused with a reason, reported."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from op_cases import ALL, CONV, SSD, cast, conv_inputs, ssd_inputs
+from stand_ins import forget_choices
+
+from hf_ssm.ops import BackendUnavailable, UnsupportedByBackend, backend_report, backends, explain, ssd, use_backend
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The names of the backends that ran, in order."""
+    names = []
+    for operator, rows in backends.OPERATORS.items():
+        for row in rows:
+            if row.name in ("torch", "reference"):
+                impl = backends._choose_impl(operator, "cpu", torch.float64, (), row.name)
+                function = backends._LOADED[impl]
+
+                def spy(*args, name=row.name, function=function):
+                    names.append(name)
+                    return function(*args)
+
+                monkeypatch.setitem(backends._LOADED, impl, spy)
+    return names
+
+
+@pytest.fixture
+def bare_machine(monkeypatch):
+    """No kernel package, no device but the CPU, whatever this machine has."""
+    monkeypatch.setattr(backends, "_installed", lambda package: False)
+    monkeypatch.setattr(backends, "_device_present", lambda device: device == "cpu")
+    backends._choose_row.cache_clear()
+    yield
+    monkeypatch.undo()
+    forget_choices()
+
+
+@pytest.mark.parametrize("operator", ALL, ids=lambda operator: operator.name)
+def test_the_innermost_request_wins(runs, operator):
+    tensors = operator.inputs(seqlen=3)
+    call = operator.function
+    call(**tensors)
+    call(**tensors, backend="reference")
+    with use_backend("reference"):
+        call(**tensors)
+        call(**tensors, backend="torch")
+        with use_backend("torch"):
+            call(**tensors)
+            with use_backend("reference"):
+                call(**tensors)
+            call(**tensors)
+        call(**tensors)
+    call(**tensors)
+    assert runs == ["torch", "reference", "reference", "torch", "torch", "reference", "torch", "reference", "torch"]
+
+
+def test_a_request_ends_with_its_block(runs):
+    with pytest.raises(ZeroDivisionError), use_backend("reference"):
+        1 / 0  # noqa: B018
+    SSD.function(**ssd_inputs())
+    assert runs == ["torch"]
+
+
+def test_updates_can_be_forced(runs):
+    from hf_ssm.ops import causal_conv1d_update, selective_scan_update, ssd_update
+
+    with use_backend("reference"):
+        causal_conv1d_update(torch.zeros(1, 4), torch.zeros(1, 3, 4), torch.zeros(4, 4))
+        one = torch.ones
+        selective_scan_update(one(1, 2, 3), one(1, 2), one(1, 2), -one(2, 3), one(1, 3), one(1, 3))
+        ssd_update(one(1, 2, 3, 4), one(1, 2, 3), one(1, 2), -one(2), one(1, 1, 4), one(1, 1, 4))
+    assert runs == ["reference"] * 3
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match=r"unknown backend 'tourch': choose one of .*torch.*reference"):
+        ssd(**ssd_inputs(), backend="tourch")
+    with pytest.raises(ValueError, match="unknown backend 'tourch'"), use_backend("tourch"):
+        pass
+
+
+def test_what_is_not_installed(bare_machine):
+    message = "ssd: backend 'mamba_ssm' cannot be used: mamba_ssm is not installed"
+    with pytest.raises(BackendUnavailable, match=message):
+        ssd(**ssd_inputs(), backend="mamba_ssm")
+    with use_backend("mamba_ssm"), pytest.raises(BackendUnavailable, match=message):
+        ssd(**ssd_inputs())
+
+
+def test_a_device_that_is_not_there(bare_machine, monkeypatch):
+    monkeypatch.setattr(backends, "_installed", lambda package: True)
+    message = "ssd: backend 'mamba_ssm' runs on cuda, which this machine does not have"
+    with pytest.raises(BackendUnavailable, match=message):
+        ssd(**ssd_inputs(), backend="mamba_ssm")
+
+
+def test_tensors_on_another_device(bare_machine, monkeypatch):
+    monkeypatch.setattr(backends, "_installed", lambda package: True)
+    monkeypatch.setattr(backends, "_device_present", lambda device: True)
+    with pytest.raises(UnsupportedByBackend, match=r"ssd\[mamba_ssm\]: runs on cuda, the tensors are on cpu"):
+        ssd(**ssd_inputs(), backend="mamba_ssm")
+    ssd(**cast(ssd_inputs(), torch.float32))  # of itself it takes one that can
+
+
+def test_an_operator_without_that_backend():
+    with pytest.raises(BackendUnavailable, match="causal_conv1d has no backend 'mamba_ssm'; it has causal_conv1d, "):
+        CONV("mamba_ssm")(**conv_inputs())
+
+
+def test_no_backend_at_all(bare_machine, monkeypatch):
+    monkeypatch.setitem(backends.OPERATORS, "ssd", backends.OPERATORS["ssd"][:1])
+    with pytest.raises(BackendUnavailable, match="no backend can run ssd here: mamba_ssm: mamba_ssm is not installed"):
+        ssd(**ssd_inputs())
+
+
+def test_the_first_that_can_run_the_call_is_taken(monkeypatch, runs):
+    """In the table's order, past those that refuse, never one that is there only by name."""
+    torch_row, reference = (row for row in backends.OPERATORS["ssd"] if row.name in ("torch", "reference"))
+    picky = dataclasses.replace(
+        reference, name="picky", automatic=True, lacks=lambda call: "a state" if call["initial_state"] else None
+    )
+    monkeypatch.setitem(backends.OPERATORS, "ssd", (reference, picky, torch_row))
+    forget_choices()
+    ssd(**ssd_inputs())
+    ssd(**ssd_inputs(initial_state=False))
+    with pytest.raises(UnsupportedByBackend, match=r"ssd\[picky\]: a state"):
+        ssd(**ssd_inputs(), backend="picky")
+    monkeypatch.undo()
+    forget_choices()
+    assert runs == ["torch", "reference"]
+
+
+def test_report(bare_machine, capsys):
+    report = backend_report()
+    assert {row["operator"] for row in report} == set(backends.OPERATORS)
+    chosen = {row["operator"]: row["backend"] for row in report if row["chosen"]}
+    assert chosen == dict.fromkeys(backends.OPERATORS, "torch")
+    reasons = {(row["operator"], row["backend"]): (row["available"], row["reason"]) for row in report}
+    assert reasons["ssd", "mamba_ssm"] == (False, "mamba_ssm is not installed")
+    assert reasons["ssd", "torch"] == (True, "first that runs on cpu")
+    assert reasons["ssd", "reference"] == (True, "only when asked for by name")
+    with use_backend("reference"):
+        forced = {row["operator"]: row for row in backend_report() if row["chosen"]}
+    assert {row["backend"] for row in forced.values()} == {"reference"}
+    assert {row["reason"] for row in forced.values()} == {"forced: reference"}
+
+    explain()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(report)
+    assert "-> ssd             torch          first that runs on cpu" in lines
+    assert "   ssd             mamba_ssm      mamba_ssm is not installed" in lines
+
+
+def test_a_compiled_function_follows_the_request():
+    """A choice is a constant of the graph, and another request another graph."""
+    torch.compiler.reset()
+    tensors = cast(conv_inputs(channels=5), torch.float32)
+    compiled = torch.compile(CONV.function, fullgraph=True, backend="eager")
+    compiled(**tensors)
+    with use_backend("causal_conv1d"), pytest.raises(Exception, match=r"backend 'causal_conv1d'|multiples of 8"):
+        compiled(**tensors)
+    compiled(**tensors)
+
+
+SCRIPT = """
+import sys
+import torch, transformers
+before = set(sys.modules)
+from hf_ssm.ops import backends, causal_conv1d
+kernels = {"mamba_ssm", "selective_scan_cuda", "causal_conv1d", "causal_conv1d_cuda", "flash_attn", "triton"}
+assert not kernels & (set(sys.modules) - before)
+causal_conv1d(torch.zeros(1, 3, 2), torch.zeros(2, 4))
+print(*backends._LOADED)
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "printed", "complaint"),
+    [
+        ("reference", "hf_ssm.ops.causal_conv1d:causal_conv1d_reference", ""),
+        ("", "hf_ssm.ops.causal_conv1d:causal_conv1d_torch", ""),
+        ("tourch", "", "ValueError: unknown backend 'tourch': choose one of"),
+    ],
+    ids=["reference", "empty", "unknown"],
+)
+def test_environment(value, printed, complaint):
+    """HF_SSM_BACKEND forces, an empty one does not; importing the operators imports no kernel package."""
+    environment = {**os.environ, "HF_SSM_BACKEND": value}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert complaint in done.stderr
+    assert bool(complaint) == bool(done.returncode), done.stderr
+    assert done.stdout.strip() == printed
