@@ -465,8 +465,11 @@ def test_opcheck(monkeypatch, operator):
 
 
 @every_operator
-def test_compiles_without_graph_breaks(operator):
+@pytest.mark.parametrize("segments", ["one segment", "several segments"])
+def test_compiles_without_graph_breaks(monkeypatch, operator, segments):
     """One graph for all lengths, forward and backward, whatever rows look like; the same numbers as without."""
+    if segments == "several segments":
+        set_chunks(monkeypatch, operator.name, operator.inputs(), chunk=4, per_segment=2)
     torch.compiler.reset()
     compiled = torch.compile(operator.function, fullgraph=True, backend="aot_eager", dynamic=True)
     for seqlen in (20, 33, 64):
