@@ -106,7 +106,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=bias)
-        self.fc2.writes_to_residual = True
+        self.fc2.writes_to_residual = True  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         y, gate = self.fc1(x).chunk(2, dim=-1)

@@ -241,7 +241,7 @@ def _selective_scan_backward(
                 grad, skip_grad, gate_grad = skip_and_gate_backward(
                     grad, y, xs, D, None if z is None else z[:, tokens]
                 )
-                if skip_grad is not None:
+                if D is not None and skip_grad is not None:
                     d_D += skip_grad.sum(dim=(0, 1))
                     d_skip = grad * D.to(dtype)
                 if gate_grad is not None:

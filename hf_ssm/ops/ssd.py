@@ -477,8 +477,8 @@ class _Scan:
 # --- checks --------------------------------------------------------------------------------------------------------
 
 
-def _per_channel(D: Tensor | None) -> Tensor:
-    """D as (nheads, 1 or headdim)."""
+def _per_channel(D):
+    """D as (nheads, 1 or headdim); None stays None."""
     return D if D is None or D.ndim == 2 else D[:, None]
 
 

@@ -35,11 +35,11 @@ class MambaMixer(nn.Module):
         self.conv1d = CausalConv1d(d_inner, config.conv_kernel, bias=config.use_conv_bias)
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(rank, d_inner, bias=True)
-        self.dt_proj.projects_time_step = True
+        self.dt_proj.projects_time_step = True  # type: ignore[assignment]
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state))
         self.D = nn.Parameter(torch.empty(d_inner))
         self.out_proj = nn.Linear(d_inner, config.hidden_size, bias=config.use_bias)
-        self.out_proj.writes_to_residual = True
+        self.out_proj.writes_to_residual = True  # type: ignore[assignment]
         self.x_proj_sizes = [rank, d_state, d_state]
         self.conv_state_shape = (config.conv_kernel, d_inner)
         self.ssm_state_shape = (d_inner, d_state)

@@ -51,7 +51,7 @@ class Mamba2Mixer(nn.Module):
             else None
         )
         self.out_proj = nn.Linear(d_inner, config.hidden_size, bias=config.use_bias)
-        self.out_proj.writes_to_residual = True
+        self.out_proj.writes_to_residual = True  # type: ignore[assignment]
         self.conv_state_shape = (config.conv_kernel, d_inner + 2 * bc_size)
         self.ssm_state_shape = (config.num_heads, config.head_dim, config.state_size)
 
