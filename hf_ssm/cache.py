@@ -114,6 +114,12 @@ class RecurrentCache(DynamicCache):
                 self._set(layer_idx, call.replay(keep) if keep else call.before)
             calls.clear()
 
+    def stop_recording(self) -> None:
+        """Undo `activate_past_recording()`. A recording keeps every call's activations, until `crop`."""
+        for layer, calls in zip(self.layers, self._recorded, strict=True):
+            layer.record_past = False
+            calls.clear()
+
     def reset(self) -> None:
         for layer_idx in range(len(self.layers)):
             self._set(layer_idx, None)

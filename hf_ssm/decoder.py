@@ -134,8 +134,17 @@ class SSMPreTrainedModel(PreTrainedModel):
         return loaded
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
-        """transformers' `save_pretrained`, always with transformers' names, whatever the model was loaded from."""
-        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+        """transformers' `save_pretrained`, always with transformers' names, whatever the model was loaded from.
+
+        The saved configuration says `rescale_prenorm_residual: false`, since it has been done: transformers' own Mamba
+        classes would otherwise divide the weights again, every time they load them.
+        """
+        rescale = self.config.rescale_prenorm_residual
+        self.config.rescale_prenorm_residual = False
+        try:
+            super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+        finally:
+            self.config.rescale_prenorm_residual = rescale
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -316,11 +325,7 @@ class SSMGenerationMixin(GenerationMixin):
             raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token")
         mask_length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
         if inputs is None and past and mask_length == given <= past:
-            # fewer tokens than the cache has seen are new ones; without a longer mask transformers would take them
-            # for the whole conversation
-            ones = input_ids.new_ones(input_ids.shape[0], past)
-            mask = torch.cat([ones, torch.ones_like(input_ids) if mask is None else mask.to(ones)], dim=1)
-            model_kwargs["attention_mask"] = mask
+            mask = model_kwargs["attention_mask"] = mask_of_conversation(input_ids, mask, past)
         if generation_config.prefill_chunk_size is not None and mask is not None and inputs is None:
             # every row must end in the last chunk
             new = slice(mask.shape[1] - min(input_ids.shape[1], mask.shape[1] - past), None)
@@ -333,15 +338,42 @@ class SSMGenerationMixin(GenerationMixin):
                 model_kwargs["attention_mask"] = mask
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        past = 0 if cache is None else cache.get_seq_length()
+        if past:
+            given = input_ids.shape[1]
+            mask_length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
+            whole = mask_length == given > past
+            if mask is not None and not whole:
+                raise ValueError(
+                    "assisted decoding from a cache, with padding: give the ids of the whole conversation, and their mask"
+                )
+            if whole and mask is None:  # tells `prepare_inputs_for_generation` that the past is among the ids
+                kwargs["attention_mask"] = torch.ones_like(input_ids)
+        try:
+            return super()._assisted_decoding(
+                input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+            )
+        finally:
+            if cache is not None:
+                cache.stop_recording()
+
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, attention_mask=None, **kwargs):
         kwargs.pop("position_ids", None)  # a recurrent model has no positions, and generated rows are not packed
+        first, cache = kwargs.get("is_first_iteration"), kwargs.get("past_key_values")
+        past = 0 if cache is None else cache.get_seq_length()
+        if first and past and attention_mask is not None and inputs_embeds is None:
+            whole = attention_mask.shape[1] == input_ids.shape[1]
+            if whole and kwargs.get("next_sequence_length") is None:  # assisted decoding does not leave out the past
+                kwargs["next_sequence_length"] = input_ids.shape[1] - past
         model_inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs
         )
         # the next token is read off the last position, so padding goes to the left; the states do not change
         name = "input_ids" if model_inputs.get("inputs_embeds") is None else "inputs_embeds"
         inputs, mask = model_inputs[name], model_inputs.get("attention_mask")
-        if mask is not None and inputs.shape[1] == 1:
+        if mask is not None and inputs.shape[1] == 1 and not first:
             model_inputs["attention_mask"] = None  # a generated token is never padding
         elif mask is not None:
             mask = mask[:, -inputs.shape[1] :]
@@ -628,6 +660,13 @@ def predictable(labels: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> 
     if seq_idx is not None:
         unpredictable |= sequence_starts(seq_idx)
     return labels.masked_fill(unpredictable, -100)
+
+
+def mask_of_conversation(input_ids: Tensor, mask: Tensor | None, past: int) -> Tensor:
+    """(b, past + new) mask for `input_ids` (b, new) that follow `past` tokens in a cache. Fewer tokens than the cache has
+    seen are new ones; without a longer mask transformers would take them for the whole conversation."""
+    ones = input_ids.new_ones(input_ids.shape[0], past)
+    return torch.cat([ones, torch.ones_like(input_ids) if mask is None else mask.to(ones)], dim=1)
 
 
 def padding_first(mask: Tensor) -> Tensor | None:
