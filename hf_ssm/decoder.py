@@ -321,8 +321,7 @@ class SSMGenerationMixin(GenerationMixin):
         given = input_ids.shape[1] if inputs is None else max(input_ids.shape[1], inputs.shape[1])
         cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
         past = 0 if cache is None else cache.get_seq_length()
-        if given == 0:
-            raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token")
+        refuse_empty_prompt(given)
         mask_length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
         if inputs is None and past and mask_length == given <= past:
             mask = model_kwargs["attention_mask"] = mask_of_conversation(input_ids, mask, past)
@@ -340,9 +339,10 @@ class SSMGenerationMixin(GenerationMixin):
 
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-        past = 0 if cache is None else cache.get_seq_length()
+        past, given = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
+        if kwargs.get("inputs_embeds") is None:
+            refuse_empty_prompt(given)
         if past:
-            given = input_ids.shape[1]
             mask_length = getattr(generation_config, "_mask_length", given) if mask is None else mask.shape[1]
             whole = mask_length == given > past
             if mask is not None and not whole:
@@ -660,6 +660,11 @@ def predictable(labels: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> 
     if seq_idx is not None:
         unpredictable |= sequence_starts(seq_idx)
     return labels.masked_fill(unpredictable, -100)
+
+
+def refuse_empty_prompt(tokens: int) -> None:
+    if tokens == 0:
+        raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's bos_token")
 
 
 def mask_of_conversation(input_ids: Tensor, mask: Tensor | None, past: int) -> Tensor:
