@@ -368,8 +368,8 @@ def generate_samples(folder: Path, samples: SamplesConfig, seed: int) -> list[tu
     if how["do_sample"]:
         how |= {"temperature": samples.temperature, "top_p": samples.top_p}
     pairs = []
+    set_seed(seed)  # once: with the same draws for each prompt, similar prompts get equal continuations
     for prompt in samples.prompts:
-        set_seed(seed)
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         output = model.generate(**inputs, **how)
         continuation = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
