@@ -3,7 +3,8 @@
 Every operator file ends in a table of `Backend` rows, fastest first. `choose` takes the first row that is installed,
 runs on the tensors' device and does not refuse the call; a backend asked for by name is taken or refused, never
 replaced. Three ways to ask, the innermost wins: `HF_SSM_BACKEND=torch` in the environment (read at import),
-`with use_backend("torch"):`, and an operator's `backend="torch"` argument.
+`with use_backend("torch"):`, and an operator's `backend="torch"` argument. Packages bring kernels for some operators
+only, so several names can be given, `HF_SSM_BACKEND=mamba_ssm,causal_conv1d`: an operator takes the first it knows.
 """
 
 import importlib
@@ -72,7 +73,9 @@ OPERATORS: dict[str, tuple[Backend, ...]] = {}  # filled by `register`, in the o
 
 _LOADED: dict[str, Callable[..., Any]] = {}  # implementations that have been chosen once
 
-_forced: str | None = os.environ.get("HF_SSM_BACKEND") or None
+_forced: tuple[str, ...] = tuple(
+    name.strip() for name in os.environ.get("HF_SSM_BACKEND", "").split(",") if name.strip()
+)
 
 
 def register(operator: str, *rows: Backend) -> None:
@@ -81,11 +84,17 @@ def register(operator: str, *rows: Backend) -> None:
 
 
 @contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Run every operator inside the block on the backend `name`; ValueError if no operator has one of that name."""
+def use_backend(*names: str) -> Iterator[None]:
+    """Run every operator inside the block on the first of the backends `names` that it has.
+
+    ValueError for a name that no operator has. An operator that has none of them, or whose one cannot run the call,
+    raises when it is called.
+    """
     global _forced
-    _check_name(name)
-    before, _forced = _forced, name
+    if not names:
+        raise ValueError("use_backend: name at least one backend")
+    _check_names(names)
+    before, _forced = _forced, names
     try:
         yield
     finally:
@@ -101,13 +110,14 @@ def choose(call: Call, backend: str | None = None) -> Callable[..., Any]:
     traits = tuple(
         (name, index(value)) for name, value in call.traits
     )  # index: fixed, where torch.compile lets it vary
-    return _LOADED[_choose_impl(call.operator, call.device, call.dtype, traits, backend or _forced)]
+    names = (backend,) if backend else _forced
+    return _LOADED[_choose_impl(call.operator, call.device, call.dtype, traits, names)]
 
 
 @torch.compiler.assume_constant_result
-def _choose_impl(operator: str, device: str, dtype: torch.dtype, traits: tuple, name: str | None) -> str:
+def _choose_impl(operator: str, device: str, dtype: torch.dtype, traits: tuple, names: tuple[str, ...]) -> str:
     """The `impl` of the row chosen, which is in `_LOADED` afterwards."""
-    impl = _choose_row(operator, device, dtype, traits, name).impl
+    impl = _choose_row(operator, device, dtype, traits, names).impl
     if impl not in _LOADED:
         module, _, function = impl.partition(":")
         _LOADED[impl] = getattr(importlib.import_module(module), function)
@@ -115,19 +125,19 @@ def _choose_impl(operator: str, device: str, dtype: torch.dtype, traits: tuple, 
 
 
 @cache
-def _choose_row(operator: str, device: str, dtype: torch.dtype, traits: tuple, name: str | None) -> Backend:
+def _choose_row(operator: str, device: str, dtype: torch.dtype, traits: tuple, names: tuple[str, ...]) -> Backend:
     call = Call(operator, device, dtype, traits)
     rows = OPERATORS[operator]
-    if name is not None:
-        _check_name(name)
-        row = next((row for row in rows if row.name == name), None)
+    if names:
+        _check_names(names)
+        row = _asked_for(rows, names)
         if row is None:
-            names = ", ".join(row.name for row in rows)
-            raise BackendUnavailable(f"{operator} has no backend {name!r}; it has {names}")
+            known = ", ".join(row.name for row in rows)
+            raise BackendUnavailable(f"{operator} has no backend {' or '.join(map(repr, names))}; it has {known}")
         if (obstacle := row.obstacle()) is not None:
-            raise BackendUnavailable(f"{operator}: backend {name!r} {_as_clause(obstacle)}")
+            raise BackendUnavailable(f"{operator}: backend {row.name!r} {_as_clause(obstacle)}")
         if (refusal := row.refusal(call)) is not None:
-            raise UnsupportedByBackend(f"{operator}[{name}]: {refusal}")
+            raise UnsupportedByBackend(f"{operator}[{row.name}]: {refusal}")
         return row
     for row in rows:
         if row.automatic and row.obstacle() is None and row.refusal(call) is None:
@@ -143,11 +153,12 @@ def backend_report() -> list[dict[str, Any]]:
     report = []
     for operator, rows in OPERATORS.items():
         chosen = False
+        forced = _asked_for(rows, _forced)
         for row in rows:
             obstacle = row.obstacle()
             runs_here = row.devices is None or device in row.devices
-            takes = obstacle is None and runs_here and (row.name == _forced if _forced else row.automatic)
-            reason = obstacle or (f"forced: {_forced}" if _forced == row.name else None)
+            takes = obstacle is None and runs_here and (row is forced if _forced else row.automatic)
+            reason = obstacle or (f"forced: {row.name}" if row is forced else None)
             if reason is None and not row.automatic:
                 reason = "only when asked for by name"
             report.append(
@@ -172,10 +183,16 @@ def explain() -> None:
         print(f"{mark} {row['operator']:{width['operator']}}  {row['backend']:{width['backend']}}  {row['reason']}")
 
 
-def _check_name(name: str) -> None:
-    names = list(dict.fromkeys(row.name for rows in OPERATORS.values() for row in rows))
-    if name not in names:
-        raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(names)}")
+def _asked_for(rows: tuple[Backend, ...], names: tuple[str, ...]) -> Backend | None:
+    """The row of the first of `names` that has one."""
+    return next((row for name in names for row in rows if row.name == name), None)
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    known = list(dict.fromkeys(row.name for rows in OPERATORS.values() for row in rows))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown backend {name!r}: choose one of {', '.join(known)}")
 
 
 def _as_clause(obstacle: str) -> str:

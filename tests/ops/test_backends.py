@@ -20,7 +20,7 @@ def runs(monkeypatch):
     for operator, rows in backends.OPERATORS.items():
         for row in rows:
             if row.name in ("torch", "reference"):
-                impl = backends._choose_impl(operator, "cpu", torch.float64, (), row.name)
+                impl = backends._choose_impl(operator, "cpu", torch.float64, (), (row.name,))
                 function = backends._LOADED[impl]
 
                 def spy(*args, name=row.name, function=function):
@@ -77,6 +77,18 @@ def test_updates_can_be_forced(runs):
         selective_scan_update(one(1, 2, 3), one(1, 2), one(1, 2), -one(2, 3), one(1, 3), one(1, 3))
         ssd_update(one(1, 2, 3, 4), one(1, 2, 3), one(1, 2), -one(2), one(1, 1, 4), one(1, 1, 4))
     assert runs == ["reference"] * 3
+
+
+def test_an_operator_takes_the_first_name_it_has(runs, bare_machine):
+    with use_backend("mamba_ssm", "reference"), pytest.raises(BackendUnavailable, match="ssd: backend 'mamba_ssm'"):
+        ssd(**ssd_inputs())  # it has a mamba_ssm, which this machine has not
+    with use_backend("causal_conv1d", "reference", "torch"):
+        ssd(**ssd_inputs())
+    assert runs == ["reference"]
+    with use_backend("causal_conv1d"), pytest.raises(BackendUnavailable, match="ssd has no backend 'causal_conv1d'"):
+        ssd(**ssd_inputs())
+    with pytest.raises(ValueError, match="at least one"), use_backend():
+        pass
 
 
 def test_unknown_names():
