@@ -1,25 +1,31 @@
 """State-space models as real Hugging Face models. Importing this package registers them with the Auto classes."""
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from hf_ssm import registry
+
+if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers
+    from hf_ssm import ops as ops
+    from hf_ssm.cache import RecurrentCache as RecurrentCache
+    from hf_ssm.modeling.mamba.configuration_mamba import *  # noqa: F403
+    from hf_ssm.modeling.mamba.modeling_mamba import *  # noqa: F403
+    from hf_ssm.modeling.mamba2.configuration_mamba2 import *  # noqa: F403
+    from hf_ssm.modeling.mamba2.modeling_mamba2 import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 registry.register()
 
-_LAZY = {"RecurrentCache": "hf_ssm.cache", "ops": "hf_ssm.ops"}
-
 
 def __getattr__(name: str) -> Any:
-    import importlib
-
+    """Everything public is imported when it is first asked for: it needs much more of transformers than we do."""
     if name == "ops":
         return importlib.import_module("hf_ssm.ops")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "RecurrentCache":
+        return importlib.import_module("hf_ssm.cache").RecurrentCache
     return registry.load(name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY, *registry.class_names()])
+    return sorted([*globals(), "RecurrentCache", "ops", *registry.class_names()])

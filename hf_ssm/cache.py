@@ -103,8 +103,8 @@ class RecurrentCache(DynamicCache):
             remaining, recorded = -tokens_to_remove, sum(call.tokens for call in calls)
             if remaining > recorded:
                 raise RuntimeError(
-                    f"cannot forget {remaining} tokens: {recorded} were recorded. A recurrent state can only be rolled "
-                    "back over tokens fed after activate_past_recording()"
+                    f"cannot forget {remaining} tokens: {recorded} were recorded. A recurrent state can only be "
+                    "rolled back over tokens fed after activate_past_recording()"
                 )
             self._tokens[layer_idx] -= remaining
             while remaining:
@@ -169,8 +169,8 @@ def adopt(cache: Cache, config: PreTrainedConfig) -> RecurrentCache:
             )
         if layer.has_previous_state[0]:
             raise ValueError(
-                "past_key_values was filled by another implementation, which does not say how many tokens it has seen; "
-                "use RecurrentCache(config)"
+                "past_key_values was filled by another implementation, which does not say how many tokens it has "
+                "seen; use RecurrentCache(config)"
             )
     cache.__class__ = RecurrentCache  # DynamicCache cannot tell the length of recurrent layers
     cache.layer_class_to_replicate = None

@@ -71,7 +71,10 @@ def config_from_original(config: dict[str, Any]) -> dict[str, Any]:
     d_ssm = ssm_cfg.pop("d_ssm", None)
     if d_ssm is not None and d_ssm != ssm_cfg.get("expand", 2) * config["d_model"]:
         raise UnknownCheckpoint(f"ssm_cfg.d_ssm={d_ssm}: only a scan over all channels is supported")
-    A_init_range = ssm_cfg.pop("A_init_range", (1, 16)) if model_type == "mamba2" else None
+    initial_A = {}
+    if model_type == "mamba2" and "A_init_range" in ssm_cfg:
+        low, high = ssm_cfg.pop("A_init_range")
+        initial_A = {"A_init_min": float(low), "A_init_max": float(high)}
     unknown = set(ssm_cfg) - set(fields) - _NO_EFFECT_ON_RESULTS
     if unknown:
         raise UnknownCheckpoint(f"ssm_cfg has fields that {layer} does not: {', '.join(sorted(unknown))}")
@@ -91,7 +94,7 @@ def config_from_original(config: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 0,
         **_ORIGINAL_DEFAULTS[model_type],
-        **({} if A_init_range is None else {"A_init_min": float(A_init_range[0]), "A_init_max": float(A_init_range[1])}),
+        **initial_A,
         **{fields[name]: value for name, value in ssm_cfg.items() if name in fields},
     }
 

@@ -220,8 +220,8 @@ class SSMModel(SSMPreTrainedModel):
                 nothing else to a recurrent model.
             past_key_values: a `RecurrentCache` (or `DynamicCache(config=...)`) to continue, changed in place.
             use_cache: whether to return the cache; by default the configuration's value, False while training.
-            seq_idx: (batch, seqlen) integers; a new sequence begins where they change. The cache's state belongs to the
-                first sequence of a row.
+            seq_idx: (batch, seqlen) integers; a new sequence begins where they change. The cache's state belongs to
+                the first sequence of a row.
             cache_params: transformers' name for `past_key_values` in these models.
 
         Returns:
@@ -347,7 +347,8 @@ class SSMGenerationMixin(GenerationMixin):
             whole = mask_length == given > past
             if mask is not None and not whole:
                 raise ValueError(
-                    "assisted decoding from a cache, with padding: give the ids of the whole conversation, and their mask"
+                    "assisted decoding from a cache, with padding: give the ids of the whole conversation, and "
+                    "their mask"
                 )
             if whole and mask is None:  # tells `prepare_inputs_for_generation` that the past is among the ids
                 kwargs["attention_mask"] = torch.ones_like(input_ids)
@@ -608,7 +609,7 @@ def one_cache(past_key_values: Cache | None, cache_params: Cache | None) -> Cach
 
 
 def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, cache: Cache | None) -> Tensor | None:
-    """(batch, seqlen) bool, True for real tokens, or None if all are. A mask may also cover what the cache has seen."""
+    """(batch, seqlen) bool, True for real tokens, or None if all are. A mask may also cover what the cache holds."""
     if attention_mask is None:
         return None
     past = 0 if cache is None else cache.get_seq_length()
@@ -668,8 +669,8 @@ def refuse_empty_prompt(tokens: int) -> None:
 
 
 def mask_of_conversation(input_ids: Tensor, mask: Tensor | None, past: int) -> Tensor:
-    """(b, past + new) mask for `input_ids` (b, new) that follow `past` tokens in a cache. Fewer tokens than the cache has
-    seen are new ones; without a longer mask transformers would take them for the whole conversation."""
+    """(b, past + new) mask for `input_ids` (b, new) that follow `past` tokens in a cache. Fewer tokens than the cache
+    has seen are new ones; without a longer mask transformers would take them for the whole conversation."""
     ones = input_ids.new_ones(input_ids.shape[0], past)
     return torch.cat([ones, torch.ones_like(input_ids) if mask is None else mask.to(ones)], dim=1)
 

@@ -19,7 +19,6 @@ class Architecture:
     """`config` and `models` name classes in configuration_X.py and modeling_X.py of `hf_ssm.modeling.X`."""
 
     config: str
-    base: str
     models: dict[str, str]  # Auto class -> model class
 
     @property
@@ -30,7 +29,6 @@ class Architecture:
 def _decoder(name: str) -> Architecture:
     return Architecture(
         config=f"{name}Config",
-        base=f"{name}Model",
         models={
             "AutoModel": f"{name}Model",
             "AutoModelForCausalLM": f"{name}ForCausalLM",
@@ -89,7 +87,7 @@ class _LoadedOnAccess(dict):
         return value.resolve() if isinstance(value, _ClassName) else value
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401
 
     def values(self) -> list[Any]:  # type: ignore[override]
         return [self[key] for key in self]

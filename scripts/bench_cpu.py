@@ -134,8 +134,8 @@ def speed(models: list[str], dtypes: list[str], repeats: int) -> list[dict]:
 
 def speed_table(rows: list[dict]) -> str:
     lines = [
-        "| model | dtype | case | matrix products | hf_ssm | transformers | hf_ssm / products | transformers / products "
-        "| transformers / hf_ssm |",
+        "| model | dtype | case | matrix products | hf_ssm | transformers | hf_ssm / products "
+        "| transformers / products | transformers / hf_ssm |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:

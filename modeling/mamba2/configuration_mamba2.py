@@ -115,7 +115,8 @@ class Mamba2Config(PreTrainedConfig):
         d_inner = self.expand * self.hidden_size
         if self.num_heads * self.head_dim != d_inner:
             raise ValueError(
-                f"expand * hidden_size = {d_inner} must equal num_heads * head_dim = {self.num_heads} * {self.head_dim}"
+                f"expand * hidden_size = {d_inner} must equal num_heads * head_dim = "
+                f"{self.num_heads} * {self.head_dim}"
             )
         if self.num_heads % self.n_groups:
             raise ValueError(f"n_groups={self.n_groups} must divide num_heads={self.num_heads}")
