@@ -37,7 +37,7 @@ class RecurrentCache(DynamicCache):
     the scan. States are replaced, never written into, so a gradient can flow through them.
     """
 
-    is_compileable = False  # type: ignore[assignment]  # transformers would compile every call of generate() for it
+    is_compileable = False  # transformers would compile every call of generate() for it
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)

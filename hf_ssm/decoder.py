@@ -68,11 +68,10 @@ class Block(GradientCheckpointingLayer):
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = make_norm(config)
         self.mixer = mixer
+        self.mlp: GatedMLP | None = None
         if config.mlp_intermediate_size:
             self.norm2 = make_norm(config)
             self.mlp = GatedMLP(config.hidden_size, config.mlp_intermediate_size)
-        else:
-            self.mlp = None
 
     def forward(
         self,
@@ -195,7 +194,7 @@ class SSMModel(SSMPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings = value
 
     @capture_outputs
@@ -231,8 +230,9 @@ class SSMModel(SSMPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         past_key_values = one_cache(past_key_values, cache_params)
-        if inputs_embeds is None:
+        if input_ids is not None:
             inputs_embeds = self.embeddings(self._checked(input_ids))
+        assert inputs_embeds is not None
         batch, seqlen = inputs_embeds.shape[:2]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
@@ -255,7 +255,7 @@ class SSMModel(SSMPreTrainedModel):
 
     def _continue(
         self,
-        block: Block,
+        block: Any,
         layer_idx: int,
         hidden_states: Tensor,
         cache: RecurrentCache,
@@ -401,6 +401,7 @@ def next_token_loss(
     As transformers' own, which is in float32 even if the logits are in float64.
     """
     if shift_labels is None:
+        assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     logits = logits.to(compute_dtype(logits)).reshape(-1, vocab_size)
     shift_labels = shift_labels.reshape(-1).to(logits.device)
@@ -481,7 +482,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
 
@@ -591,7 +592,7 @@ class SSMForTokenClassification(SSMPreTrainedModel):
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            mask = padding_mask(attention_mask, *labels.shape, None)
+            mask = padding_mask(attention_mask, labels.shape[0], labels.shape[1], None)
             if mask is not None:
                 labels = labels.masked_fill(~mask, -100)
             loss = self.loss_function(logits, labels, self.config)

@@ -69,7 +69,12 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+OFTEN = ("hf_ssm first", "hf_ssm last", "transformers' models loaded before")
+
+
+@pytest.mark.parametrize(
+    "order", [order if order in OFTEN else pytest.param(order, marks=pytest.mark.slow) for order in ORDERS]
+)
 def test_auto_classes_build_ours_in_any_order(order):
     printed = run(f"""
         {ORDERS[order]}
