@@ -71,7 +71,9 @@ class Backend:
 
 OPERATORS: dict[str, tuple[Backend, ...]] = {}  # filled by `register`, in the order in which operators are imported
 
-_LOADED: dict[str, Callable[..., Any]] = {}  # implementations that have been chosen once
+# Implementations that have been chosen once. A dict for each operator: torch.compile reads one once per trace, and would
+# not see what another operator's first choice adds to it.
+_LOADED: dict[str, dict[str, Callable[..., Any]]] = {}
 
 _forced: tuple[str, ...] = tuple(
     name.strip() for name in os.environ.get("HF_SSM_BACKEND", "").split(",") if name.strip()
@@ -81,6 +83,7 @@ _forced: tuple[str, ...] = tuple(
 def register(operator: str, *rows: Backend) -> None:
     """Enter an operator's backends, in order of preference."""
     OPERATORS[operator] = rows
+    _LOADED[operator] = {}
 
 
 @contextmanager
@@ -111,16 +114,17 @@ def choose(call: Call, backend: str | None = None) -> Callable[..., Any]:
         (name, index(value)) for name, value in call.traits
     )  # index: fixed, where torch.compile lets it vary
     names = (backend,) if backend else _forced
-    return _LOADED[_choose_impl(call.operator, call.device, call.dtype, traits, names)]
+    impl = _choose_impl(call.operator, call.device, call.dtype, traits, names)
+    return _LOADED[call.operator][impl]
 
 
 @torch.compiler.assume_constant_result
 def _choose_impl(operator: str, device: str, dtype: torch.dtype, traits: tuple, names: tuple[str, ...]) -> str:
-    """The `impl` of the row chosen, which is in `_LOADED` afterwards."""
+    """The `impl` of the row chosen, which is in `_LOADED[operator]` afterwards."""
     impl = _choose_row(operator, device, dtype, traits, names).impl
-    if impl not in _LOADED:
+    if impl not in _LOADED[operator]:
         module, _, function = impl.partition(":")
-        _LOADED[impl] = getattr(importlib.import_module(module), function)
+        _LOADED[operator][impl] = getattr(importlib.import_module(module), function)
     return impl
 
 

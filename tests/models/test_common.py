@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_ssm import registry
+from hf_ssm.ops import backends
 
 from .helpers import MODEL_TYPES, TOLERANCE, assert_near, random_ids, same_states, tiny, tiny_config
 
@@ -259,29 +260,41 @@ def test_autocast_generates(model_type):
 # --- compilation -----------------------------------------------------------------------------------------------------
 
 
-@every_model
-def test_compiled_forward_has_one_graph(model_type):
+@pytest.fixture
+def new_process():
+    """As in a process that has neither compiled nor run anything yet: no backend has been chosen."""
     torch.compiler.reset()
+    for loaded in backends._LOADED.values():
+        loaded.clear()
+
+
+@every_model
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_compiled_forward_has_one_graph(model_type, use_cache, new_process):
     model, ids = tiny(model_type), random_ids(2, 9)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        want, got = model(ids, use_cache=False).logits, compiled(ids, use_cache=False).logits
-    assert_near("logits", got, want, TOLERANCE[torch.float32])
+        got = compiled(ids, use_cache=use_cache)
+        want = model(ids, use_cache=use_cache)
+        assert_near("logits", got.logits, want.logits, TOLERANCE[torch.float32])
+        if use_cache:
+            same_states(got.past_key_values, want.past_key_values, TOLERANCE[torch.float32])
+            got, want = (model(ids[:, :1], past_key_values=out.past_key_values).logits for out in (got, want))
+            assert_near("next logits", got, want, TOLERANCE[torch.float32])
 
 
 @every_model
-def test_compiled_training_step_has_one_graph(model_type):
-    torch.compiler.reset()
+def test_compiled_training_step_has_one_graph(model_type, new_process):
     model, ids = tiny(model_type).train(), random_ids(2, 9)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    model(ids, attention_mask=mask, labels=ids).loss.backward()
-    want = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(ids, attention_mask=mask, labels=ids).loss.backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
     for name, p in model.named_parameters():
-        assert_near(name, p.grad, want[name], 1e-4)
+        assert_near(name, got[name], p.grad, 1e-4)
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ def runs(monkeypatch):
         for row in rows:
             if row.name in ("torch", "reference"):
                 impl = backends._choose_impl(operator, "cpu", torch.float64, (), (row.name,))
-                function = backends._LOADED[impl]
+                function = backends._LOADED[operator][impl]
 
                 def spy(*args, name=row.name, function=function):
                     names.append(name)
                     return function(*args)
 
-                monkeypatch.setitem(backends._LOADED, impl, spy)
+                monkeypatch.setitem(backends._LOADED[operator], impl, spy)
     return names
 
 
@@ -189,7 +189,7 @@ from hf_ssm.ops import backends, causal_conv1d
 kernels = {"mamba_ssm", "selective_scan_cuda", "causal_conv1d", "causal_conv1d_cuda", "flash_attn", "triton"}
 assert not kernels & (set(sys.modules) - before)
 causal_conv1d(torch.zeros(1, 3, 2), torch.zeros(2, 4))
-print(*backends._LOADED)
+print(*(impl for loaded in backends._LOADED.values() for impl in loaded))
 """
 
 
