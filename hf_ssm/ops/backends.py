@@ -71,8 +71,8 @@ class Backend:
 
 OPERATORS: dict[str, tuple[Backend, ...]] = {}  # filled by `register`, in the order in which operators are imported
 
-# Implementations that have been chosen once. A dict for each operator: torch.compile reads one once per trace, and would
-# not see what another operator's first choice adds to it.
+# Implementations that have been chosen once. A dict for each operator: torch.compile reads one once per trace, and
+# would not see what another operator's first choice adds to it.
 _LOADED: dict[str, dict[str, Callable[..., Any]]] = {}
 
 _forced: tuple[str, ...] = tuple(
