@@ -32,8 +32,9 @@ def test_norms_are_torchs(ours):
         torch.testing.assert_close(norm.double()(x.double()), theirs(x.double()), rtol=1e-12, atol=1e-12)
         out = norm.bfloat16()(x)
     assert out.dtype == torch.bfloat16
-    # three roundings to bfloat16 (result of the norm, weight, product), 2**-9 each
-    torch.testing.assert_close(out.double(), theirs(x.double()), rtol=3 * 2**-9, atol=3 * 2**-9)
+    theirs.load_state_dict(norm.state_dict())  # the same rounded weights
+    # at most two roundings to bfloat16 (result of the norm, product), 2**-8 each; float32 in between
+    torch.testing.assert_close(out.double(), theirs(x.double()), rtol=2.1 * 2**-8, atol=1e-5)
 
 
 def test_group_size_must_divide():
