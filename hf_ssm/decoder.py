@@ -374,7 +374,7 @@ class SSMGenerationMixin(GenerationMixin):
         # the next token is read off the last position, so padding goes to the left; the states do not change
         name = "input_ids" if model_inputs.get("inputs_embeds") is None else "inputs_embeds"
         inputs, mask = model_inputs[name], model_inputs.get("attention_mask")
-        if mask is not None and inputs.shape[1] == 1 and not first:
+        if mask is not None and kwargs.get("next_sequence_length") == 1 and not first:
             model_inputs["attention_mask"] = None  # a generated token is never padding
         elif mask is not None:
             mask = mask[:, -inputs.shape[1] :]
