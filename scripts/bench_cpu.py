@@ -45,13 +45,15 @@ def theirs(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def matrix_products(model: nn.Module, tokens: int, training: bool) -> Job:
-    """Every linear layer of the model, one after the other, on random inputs."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    """Every linear layer of the model, one after the other, on random inputs; lm_head on one token unless training."""
     work = []
-    for layer in layers:
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        rows = 1 if name == "lm_head" and not training else tokens
         weight = layer.weight.detach()
-        x = torch.randn(tokens, weight.shape[1]).to(weight.dtype)
-        work.append((x, weight, torch.randn(tokens, weight.shape[0]).to(weight.dtype)))
+        x = torch.randn(rows, weight.shape[1]).to(weight.dtype)
+        work.append((x, weight, torch.randn(rows, weight.shape[0]).to(weight.dtype)))
 
     def run() -> None:
         for x, weight, grad in work:
