@@ -31,9 +31,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Job = Callable[[], object]
 
 
-def ours(name: str, dtype: torch.dtype) -> nn.Module:
+def ours(name: str, dtype: torch.dtype, **changes: int) -> nn.Module:
     settings = json.loads((ROOT / "configs" / "models" / f"{SIZES[name]}.json").read_text())
-    config = AutoConfig.for_model(**settings)
+    config = AutoConfig.for_model(**settings | changes)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
@@ -149,13 +149,14 @@ def speed_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-# Peak memory is a property of a process, so each length gets its own. VmHWM is reset after the weights are there.
+# Peak memory is a property of a process, so each length gets its own. VmHWM is reset after the weights are there. The
+# layers of a prompt run one after the other in the same memory, so four of them show what 24 would need.
 _PEAK = """
 import sys, torch
 sys.path.insert(0, {scripts!r})
 from bench_cpu import ours, resident, reset_peak
 torch.set_num_threads({threads})
-model = ours({name!r}, torch.float32).eval()
+model = ours({name!r}, torch.float32, num_hidden_layers={layers}).eval()
 ids = torch.randint(0, 1000, (1, {seqlen}))
 with torch.no_grad():
     model(ids[:, :64], use_cache=True, logits_to_keep=1)
@@ -192,6 +193,7 @@ def memory(models: list[str], lengths: list[int], training_lengths: list[int]) -
                     scripts=str(ROOT / "scripts"),
                     threads=torch.get_num_threads(),
                     name=name,
+                    layers=24 if training else 4,
                     seqlen=seqlen,
                     training=training,
                 )
@@ -208,7 +210,7 @@ def memory(models: list[str], lengths: list[int], training_lengths: list[int]) -
 def memory_table(rows: list[dict]) -> str:
     lines = ["| model | what | tokens | memory beyond the weights | per token |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
-        what = "training step" if row["training"] else "prompt"
+        what = "training step, 24 layers" if row["training"] else "prompt, 4 layers"
         lines.append(
             f"| {row['model']} | {what} | {row['tokens']:,} | {row['bytes'] / 2**20:.0f} MiB "
             f"| {row['bytes'] / row['tokens'] / 1024:.1f} KiB |"
@@ -234,7 +236,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
-    parser.add_argument("--training-lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--training-lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
