@@ -8,6 +8,8 @@ from hf_ssm import registry
 if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers
     from hf_ssm import ops as ops
     from hf_ssm.cache import RecurrentCache as RecurrentCache
+    from hf_ssm.modeling.hydra.configuration_hydra import *  # noqa: F403
+    from hf_ssm.modeling.hydra.modeling_hydra import *  # noqa: F403
     from hf_ssm.modeling.mamba.configuration_mamba import *  # noqa: F403
     from hf_ssm.modeling.mamba.modeling_mamba import *  # noqa: F403
     from hf_ssm.modeling.mamba2.configuration_mamba2 import *  # noqa: F403

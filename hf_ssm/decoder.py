@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -31,15 +30,23 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
-from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
-from transformers.utils import can_return_tuple, is_tracing
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_ssm.cache import RecurrentCache, Replay, adopt, check_states
 from hf_ssm.convert import ORIGINAL_EMBEDDING, OUR_EMBEDDING
-from hf_ssm.layers import CausalConv1d, GatedMLP, LayerNorm, RMSNorm
+from hf_ssm.layers import GatedMLP, LayerNorm, RMSNorm
 from hf_ssm.ops.discretize import compute_dtype
-from hf_ssm.ops.rows import fill_padding, sequence_starts
+from hf_ssm.ops.rows import sequence_starts
+from hf_ssm.pretrained import (
+    SSMPreTrainedModel,
+    check_ids,
+    one_of_ids_and_embeds,
+    packed_rows,
+    padding_mask,
+    token_label_loss,
+)
 
 
 @dataclass
@@ -101,36 +108,19 @@ def make_norm(config) -> nn.Module:
     return kind(config.hidden_size, eps=config.layer_norm_epsilon)
 
 
-class SSMPreTrainedModel(PreTrainedModel):
-    """What the models share: initialisation, padding, packing, cache checks."""
+class SSMDecoderPreTrainedModel(SSMPreTrainedModel):
+    """What the decoders add: mamba-ssm's names, and the initialisation of what writes to the residual stream."""
 
     base_model_prefix = "backbone"
-    supports_gradient_checkpointing = True
     _is_stateful = False  # the cache can be rolled back, so assisted decoding works
     _no_split_modules = ["Block"]
     _can_record_outputs = {"hidden_states": Block}
 
     @classmethod
     def from_pretrained(cls, *args: Any, key_mapping: dict[str, str] | None = None, **kwargs: Any) -> Any:
-        """transformers' `from_pretrained`, which reads mamba-ssm's original folders, too.
-
-        As everywhere in transformers, parameters that the checkpoint lacks are initialised, and a table says which.
-        A file that is not whole, or NaN in a weight, is a ValueError.
-        """
+        """As `SSMPreTrainedModel.from_pretrained`; it reads mamba-ssm's original folders, too."""
         key_mapping = {ORIGINAL_EMBEDDING: OUR_EMBEDDING} | (key_mapping or {})
-        try:
-            loaded = super().from_pretrained(*args, key_mapping=key_mapping, **kwargs)
-        except SafetensorError as error:
-            where = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-            raise ValueError(
-                f"{where}: a safetensors file cannot be read ({error}); it is truncated or something else: copy or "
-                "download it again"
-            ) from error
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for name, parameter in model.named_parameters():
-            if parameter.device.type != "meta" and parameter.is_floating_point() and bool(parameter.sum().isnan()):
-                raise ValueError(f"{name} holds NaN: this checkpoint is broken, go back to an earlier one")
-        return loaded
+        return super().from_pretrained(*args, key_mapping=key_mapping, **kwargs)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """transformers' `save_pretrained`, always with transformers' names, whatever the model was loaded from.
@@ -147,36 +137,21 @@ class SSMPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As in the original implementations: projections and embeddings normal with `initializer_range`; those that
-        write to the residual stream uniform, and divided by the square root of their number (GPT-2's scheme).
-
-        Every parameter is initialised from the module that owns it, so that a partly loaded model is right, too.
-        """
-        std = self.config.initializer_range
-        if isinstance(module, CausalConv1d):
-            init.kaiming_uniform_(module.weight, a=5**0.5)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Linear):
-            if getattr(module, "writes_to_residual", False):
-                bound = module.in_features**-0.5  # PyTorch's own range for a linear layer
-                if self.config.rescale_prenorm_residual:
-                    writers = 2 if self.config.mlp_intermediate_size else 1  # per layer
-                    bound /= (self.config.num_hidden_layers * writers) ** 0.5
-                init.uniform_(module.weight, -bound, bound)
-            else:
-                init.normal_(module.weight, mean=0.0, std=std)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=std)
-        elif getattr(module, "weight", None) is not None and "Norm" in type(module).__name__:
-            init.ones_(module.weight)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+        """As in the original implementation: projections that write to the residual stream uniform, and divided by the
+        square root of their number (GPT-2's scheme)."""
+        if not getattr(module, "writes_to_residual", False):
+            return super()._init_weights(module)
+        assert isinstance(module, nn.Linear)
+        bound = module.in_features**-0.5  # PyTorch's own range for a linear layer
+        if self.config.rescale_prenorm_residual:
+            writers = 2 if self.config.mlp_intermediate_size else 1  # per layer
+            bound /= (self.config.num_hidden_layers * writers) ** 0.5
+        init.uniform_(module.weight, -bound, bound)
+        if module.bias is not None:
+            init.zeros_(module.bias)
 
 
-class SSMModel(SSMPreTrainedModel):
+class SSMModel(SSMDecoderPreTrainedModel):
     """Embedding, blocks, final norm. A subclass says how a block's mixer is made."""
 
     def __init__(self, config):
@@ -227,19 +202,20 @@ class SSMModel(SSMPreTrainedModel):
             last_hidden_state (batch, seqlen, hidden_size), past_key_values, and hidden_states if
             `output_hidden_states=True`: the input of every block and the final norm's output.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        batch, seqlen = one_of_ids_and_embeds(input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache_params)
         if input_ids is not None:
-            inputs_embeds = self.embeddings(self._checked(input_ids))
+            # a decoded token comes from our own logits: on an accelerator it is not worth waiting for it
+            if input_ids.device.type == "cpu" or seqlen > 1:
+                check_ids(input_ids, self.embeddings.num_embeddings)
+            inputs_embeds = self.embeddings(input_ids)
         assert inputs_embeds is not None
-        batch, seqlen = inputs_embeds.shape[:2]
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
         cache = None if past_key_values is None else adopt(past_key_values, self.config)
         if cache is None and use_cache:
             cache = RecurrentCache(self.config)
-        mask = padding_mask(attention_mask, batch, seqlen, cache)
+        mask = padding_mask(attention_mask, batch, seqlen, 0 if cache is None else cache.get_seq_length())
         seq_idx = packed_rows(seq_idx, position_ids, mask, batch, seqlen)
 
         hidden_states = inputs_embeds
@@ -276,21 +252,6 @@ class SSMModel(SSMPreTrainedModel):
         hidden_states, conv_state, ssm_state = block(hidden_states, conv_state, ssm_state, seq_idx, mask, record)
         cache.advance(layer_idx, (conv_state, ssm_state), seqlen, replays[0] if replays else None)
         return hidden_states
-
-    def _checked(self, input_ids: Tensor) -> Tensor:
-        if input_ids.ndim != 2:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (batch, seqlen)")
-        vocab_size = self.embeddings.num_embeddings
-        # a decoded token comes from our own logits: on an accelerator it is not worth waiting for it
-        worthwhile = input_ids.device.type == "cpu" or (input_ids.device.type != "meta" and input_ids.shape[1] > 1)
-        if worthwhile and input_ids.numel() and not is_tracing(input_ids):
-            low, high = (int(bound) for bound in torch.aminmax(input_ids))
-            if low < 0 or high >= vocab_size:
-                raise ValueError(
-                    f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}: "
-                    "is this the model's own tokenizer?"
-                )
-        return input_ids
 
 
 class SSMGenerationMixin(GenerationMixin):
@@ -408,13 +369,7 @@ def next_token_loss(
     return fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index)
 
 
-def token_label_loss(logits: Tensor, labels: Tensor, config, **kwargs: Any) -> Tensor:
-    """Mean cross entropy of every token's logits with its label; see `next_token_loss`."""
-    logits = logits.to(compute_dtype(logits)).reshape(-1, config.num_labels)
-    return fixed_cross_entropy(logits, labels.reshape(-1).to(logits.device))
-
-
-class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
+class SSMForCausalLM(SSMDecoderPreTrainedModel, SSMGenerationMixin):
     """The backbone and a projection to the vocabulary. A subclass says which backbone."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}
@@ -469,7 +424,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
         loss = None
         if labels is not None:
             batch, seqlen = labels.shape
-            mask = padding_mask(attention_mask, batch, seqlen, None)
+            mask = padding_mask(attention_mask, batch, seqlen)
             labels = predictable(labels, mask, packed_rows(seq_idx, position_ids, mask, batch, seqlen))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return SSMCausalLMOutput(
@@ -486,7 +441,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
         self.lm_head = value
 
 
-class SSMForSequenceClassification(SSMPreTrainedModel):
+class SSMForSequenceClassification(SSMDecoderPreTrainedModel):
     """The backbone and a linear layer on each row's last real token."""
 
     model_class: type[SSMModel]
@@ -558,7 +513,7 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         return (torch.arange(seqlen, device=device) * real.to(device)).argmax(dim=1)
 
 
-class SSMForTokenClassification(SSMPreTrainedModel):
+class SSMForTokenClassification(SSMDecoderPreTrainedModel):
     """The backbone and a linear layer on every token."""
 
     _loss_function = staticmethod(token_label_loss)
@@ -592,10 +547,10 @@ class SSMForTokenClassification(SSMPreTrainedModel):
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            mask = padding_mask(attention_mask, labels.shape[0], labels.shape[1], None)
+            mask = padding_mask(attention_mask, labels.shape[0], labels.shape[1])
             if mask is not None:
                 labels = labels.masked_fill(~mask, -100)
-            loss = self.loss_function(logits, labels, self.config)
+            loss = self.loss_function(logits, labels, **kwargs)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
@@ -607,50 +562,6 @@ def one_cache(past_key_values: Cache | None, cache_params: Cache | None) -> Cach
     if past_key_values is not None and cache_params is not None and past_key_values is not cache_params:
         raise ValueError("past_key_values and cache_params are two names for one cache: give one of them")
     return cache_params if past_key_values is None else past_key_values
-
-
-def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, cache: Cache | None) -> Tensor | None:
-    """(batch, seqlen) bool, True for real tokens, or None if all are. A mask may also cover what the cache holds."""
-    if attention_mask is None:
-        return None
-    past = 0 if cache is None else cache.get_seq_length()
-    shape = tuple(attention_mask.shape)
-    if shape not in ((batch, seqlen), (batch, past + seqlen)):
-        also = f" or ({batch}, {past + seqlen}), with the {past} tokens in the cache" if past else ""
-        raise ValueError(f"attention_mask has shape {shape}, expected (batch, seqlen) = ({batch}, {seqlen}){also}")
-    mask = attention_mask[:, shape[1] - seqlen :].bool()
-    if not is_tracing(mask) and bool(mask.all()):
-        return None
-    return mask
-
-
-def packed_rows(
-    seq_idx: Tensor | None, position_ids: Tensor | None, mask: Tensor | None, batch: int, seqlen: int
-) -> Tensor | None:
-    """`seq_idx`, or one that changes where a real token's position is not above that of the real token before it.
-    None if no row holds more than one sequence."""
-    if seq_idx is not None:
-        if tuple(seq_idx.shape) != (batch, seqlen):
-            raise ValueError(
-                f"seq_idx has shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"
-            )
-        return seq_idx
-    if position_ids is None or seqlen < 2:
-        return None
-    if position_ids.shape[-1] != seqlen or position_ids.shape[0] not in (1, batch):
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"
-        )
-    positions = position_ids.expand(batch, seqlen)
-    restarts = torch.zeros_like(positions, dtype=torch.bool)
-    if mask is None:
-        restarts[:, 1:] = positions[:, 1:] <= positions[:, :-1]
-    else:  # compare a real token with the real token before it, if there is one
-        before = fill_padding(positions, mask)[:, :-1]
-        restarts[:, 1:] = (positions[:, 1:] <= before) & mask[:, 1:] & mask[:, :-1].cummax(dim=1).values
-    if not is_tracing(restarts) and not bool(restarts.any()):
-        return None
-    return restarts.cumsum(dim=1)
 
 
 def predictable(labels: Tensor, mask: Tensor | None, seq_idx: Tensor | None) -> Tensor:

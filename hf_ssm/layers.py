@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_ssm.ops import causal_conv1d
+from hf_ssm.ops import causal_conv1d, centred_conv1d
 from hf_ssm.ops.discretize import compute_dtype
 
 
@@ -97,6 +97,17 @@ class CausalConv1d(nn.Conv1d):
             seq_idx=seq_idx,
             mask=mask,
         )
+
+
+class CentredConv1d(nn.Conv1d):
+    """`hf_ssm.ops.centred_conv1d` with the parameters of a depthwise nn.Conv1d: weight (channels, 1, width), bias."""
+
+    def __init__(self, channels: int, width: int, bias: bool = True):
+        super().__init__(channels, channels, width, groups=channels, padding=width // 2, bias=bias)
+
+    def forward(self, x: Tensor, seq_idx: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """x (b, l, d) -> silu(convolution) (b, l, d)."""
+        return centred_conv1d(x, self.weight.squeeze(1), self.bias, activation="silu", seq_idx=seq_idx, mask=mask)
 
 
 class GatedMLP(nn.Module):

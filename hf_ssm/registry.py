@@ -38,7 +38,22 @@ def _decoder(name: str) -> Architecture:
     )
 
 
-ARCHITECTURES = {"mamba": _decoder("Mamba"), "mamba2": _decoder("Mamba2")}  # model_type -> its classes
+_HYDRA_HEADS = (
+    "MaskedLM",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+    "MultipleChoice",
+    "ImageClassification",
+)
+ARCHITECTURES = {  # model_type -> its classes
+    "mamba": _decoder("Mamba"),
+    "mamba2": _decoder("Mamba2"),
+    "hydra": Architecture(
+        config="HydraConfig",
+        models={"AutoModel": "HydraModel"} | {f"AutoModelFor{head}": f"HydraFor{head}" for head in _HYDRA_HEADS},
+    ),
+}
 
 
 def load(name: str) -> Any:
@@ -106,7 +121,7 @@ def _let_peft_adapt_every_projection() -> None:
 
     def check(peft_config: Any, model: Any, target_name: str) -> None:
         ours = type(model).__module__.startswith("hf_ssm.") or any(
-            base.__module__ == "hf_ssm.decoder" for base in type(model).__mro__
+            base.__module__ == "hf_ssm.pretrained" for base in type(model).__mro__
         )
         if not (ours and target_name == "out_proj"):
             refuse(peft_config, model, target_name)

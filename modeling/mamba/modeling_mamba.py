@@ -13,11 +13,11 @@ from transformers.generation import GenerationMixin
 
 from hf_ssm.decoder import (
     Replay,
+    SSMDecoderPreTrainedModel,
     SSMForCausalLM,
     SSMForSequenceClassification,
     SSMForTokenClassification,
     SSMModel,
-    SSMPreTrainedModel,
 )
 from hf_ssm.layers import CausalConv1d, log_uniform_time_step_bias
 from hf_ssm.ops import selective_scan
@@ -87,7 +87,7 @@ class MambaMixer(nn.Module):
         return conv_state, ssm_state
 
 
-class MambaPreTrainedModel(SSMPreTrainedModel):
+class MambaPreTrainedModel(SSMDecoderPreTrainedModel):
     config_class = MambaConfig
     _keep_in_fp32_modules_strict = ["A_log"]  # they set decay rates: an error grows with the length
 

@@ -13,11 +13,11 @@ from transformers.generation import GenerationMixin
 
 from hf_ssm.decoder import (
     Replay,
+    SSMDecoderPreTrainedModel,
     SSMForCausalLM,
     SSMForSequenceClassification,
     SSMForTokenClassification,
     SSMModel,
-    SSMPreTrainedModel,
 )
 from hf_ssm.layers import CausalConv1d, GatedRMSNorm, log_uniform_time_step_bias
 from hf_ssm.ops import ssd
@@ -104,7 +104,7 @@ class Mamba2Mixer(nn.Module):
         return conv_state, ssm_state
 
 
-class Mamba2PreTrainedModel(SSMPreTrainedModel):
+class Mamba2PreTrainedModel(SSMDecoderPreTrainedModel):
     config_class = Mamba2Config
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # they set decay rates: an error grows with the length
 

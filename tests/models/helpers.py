@@ -12,7 +12,7 @@ from hf_ssm import registry
 from hf_ssm.ops import use_backend
 from hf_ssm.ops.backends import OPERATORS
 
-MODEL_TYPES = list(registry.ARCHITECTURES)
+DECODERS = [name for name, known in registry.ARCHITECTURES.items() if "AutoModelForCausalLM" in known.models]
 
 # Largest |got - want| allowed, as a fraction of max(1, max |want|).
 # float64: two layers of sums of at most some hundred terms of order 1 in another order, 2e-16 each.
@@ -25,6 +25,12 @@ GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2.5e-4}
 
 # Everything that an architecture can do differently is on, in sizes that are not each other's multiples by accident.
 TINY = {
+    "hydra": {
+        "vocab_size": 41, "hidden_size": 12, "state_size": 5, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 5,
+        "head_dim": 6, "n_groups": 2, "chunk_size": 4, "use_bias": True, "time_step_limit": (0.01, 2.0),
+        "learnable_initial_states": True, "max_position_embeddings": 64, "pad_token_id": 0,
+        "image_size": 8, "patch_size": 2, "num_channels": 2,
+    },
     "mamba": {
         "vocab_size": 41, "hidden_size": 12, "state_size": 5, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 4,
         "time_step_rank": 3, "use_bias": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,

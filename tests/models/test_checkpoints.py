@@ -18,7 +18,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2ForCausalLM as Tran
 import hf_ssm
 from hf_ssm.convert import convert
 
-from .helpers import MODEL_TYPES, assert_near, backends, on, random_ids, states, tiny
+from .helpers import DECODERS, assert_near, backends, on, random_ids, states, tiny
 
 DATA = Path(__file__).parents[1] / "data" / "models"
 REFERENCES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
@@ -31,7 +31,7 @@ REFERENCE_TOLERANCE = 1e-5
 SAME_LOGITS = 1e-5
 
 every_reference = pytest.mark.parametrize("name", REFERENCES)
-every_model = pytest.mark.parametrize("model_type", MODEL_TYPES)
+every_model = pytest.mark.parametrize("model_type", DECODERS)
 
 
 def model_type_of(name: str) -> str:

@@ -19,12 +19,12 @@ from transformers import (
 from hf_ssm import registry
 from hf_ssm.ops import backends
 
-from .helpers import MODEL_TYPES, TOLERANCE, assert_near, random_ids, same_states, tiny, tiny_config
+from .helpers import DECODERS, TOLERANCE, assert_near, random_ids, same_states, tiny, tiny_config
 
-every_model = pytest.mark.parametrize("model_type", MODEL_TYPES)
+every_model = pytest.mark.parametrize("model_type", DECODERS)
 every_class = pytest.mark.parametrize(
     ("model_type", "auto_class"),
-    [(model_type, auto) for model_type in MODEL_TYPES for auto in registry.ARCHITECTURES[model_type].models],
+    [(model_type, auto) for model_type in DECODERS for auto in registry.ARCHITECTURES[model_type].models],
 )
 LABELS = {
     "AutoModelForCausalLM": lambda ids: ids,

@@ -9,9 +9,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_ssm import RecurrentCache
 
-from .helpers import MODEL_TYPES, TOLERANCE, assert_near, random_ids, same_states, tiny, tokens_fed
+from .helpers import DECODERS, TOLERANCE, assert_near, random_ids, same_states, tiny, tokens_fed
 
-every_model = pytest.mark.parametrize("model_type", MODEL_TYPES)
+every_model = pytest.mark.parametrize("model_type", DECODERS)
 
 NEW = 8
 # Greedy decoding in float64: the logits of the two best tokens are never as near as rounding there.
@@ -202,9 +202,9 @@ def nearly(model):
     return other
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", DECODERS)
 def test_an_assistant_of_another_architecture(model_type, model):
-    other = tiny(MODEL_TYPES[MODEL_TYPES.index(model_type) - 1], dtype=torch.float64, seed=5)
+    other = tiny(DECODERS[DECODERS.index(model_type) - 1], dtype=torch.float64, seed=5)
     ids = random_ids(1, 6)
     assert torch.equal(model.generate(ids, **GREEDY, assistant_model=other), greedy(model, ids))
 

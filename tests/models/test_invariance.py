@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from hf_ssm import RecurrentCache
 
 from .helpers import (
+    DECODERS,
     GRADIENT_TOLERANCE,
-    MODEL_TYPES,
     TOLERANCE,
     assert_near,
     backends,
@@ -32,7 +32,7 @@ from .helpers import (
     tiny,
 )
 
-every_model = pytest.mark.parametrize("model_type", MODEL_TYPES)
+every_model = pytest.mark.parametrize("model_type", DECODERS)
 every_backend = pytest.mark.parametrize("backend", backends())
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from .helpers import MODEL_TYPES
+from .helpers import DECODERS
 
 CHUNK = 512
 # Above what a prompt of a few chunks needs. One prompt token costs 24 bytes in ids and masks; a single layer's
@@ -37,7 +37,7 @@ def peak_mb(model_type: str, tokens: int) -> float:
     return float(done.stdout)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", DECODERS)
 def test_a_long_prompt_in_chunks(model_type):
     pytest.importorskip("resource")
     short, long = peak_mb(model_type, 4 * CHUNK), peak_mb(model_type, 20_000)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from .helpers import MODEL_TYPES, TOLERANCE, assert_near, random_ids, tiny
+from .helpers import DECODERS, TOLERANCE, assert_near, random_ids, tiny
 
 peft = pytest.importorskip("peft")
 
 PROJECTIONS = {"mamba": ["in_proj", "x_proj", "dt_proj", "out_proj"], "mamba2": ["in_proj", "out_proj"]}
-every_model = pytest.mark.parametrize("model_type", MODEL_TYPES)
+every_model = pytest.mark.parametrize("model_type", DECODERS)
 TARGETS = ["a list", "all-linear"]
 
 
