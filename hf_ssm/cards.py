@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_ssm.objectives import objective_of
 from hf_ssm.recipes import Recipe
 
 PACKAGE = Path(__file__).parent
@@ -25,21 +26,22 @@ def write_model_card(folder: Path, recipe: Recipe, metrics: Mapping[str, Any]) -
     """Write `folder`/README.md for a model trained by `recipe`; `metrics` as in metrics.json. Returns its path."""
     base = None if recipe.starts_from_scratch else str(recipe.model)
     on_hub = base is not None and not Path(base).exists()
-    before, after = (metrics["bits_per_byte"][when] for when in ("before", "after"))
+    objective = objective_of(recipe)
+    before, after = (metrics[objective.headline][when] for when in ("before", "after"))
     title = f"{metrics['model_type']} trained with hf-ssm"
     data = ModelCardData(
         license=recipe.license,
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=objective.pipeline_tag,
         tags=["hf-ssm", "state-space-model", metrics["model_type"]],
         base_model=base if on_hub else None,
         model_name=title,
         eval_results=[
             EvalResult(
-                task_type="text-generation",
+                task_type=objective.pipeline_tag,
                 dataset_type=recipe.data.source,
                 dataset_name=metrics["data"],
-                metric_type="bits_per_byte",
+                metric_type=objective.headline,
                 metric_value=round(after, 4),
             )
         ],
@@ -51,6 +53,8 @@ def write_model_card(folder: Path, recipe: Recipe, metrics: Mapping[str, Any]) -
         base=base,
         before=f"{before:.3f}",
         after=f"{after:.3f}",
+        accuracy=metrics.get("accuracy"),
+        masking=recipe.masking,
         parameters=f"{metrics['parameters']:,}",
         training_data=metrics["data"],
         steps=f"{metrics['steps']:,}",

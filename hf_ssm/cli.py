@@ -87,12 +87,13 @@ def train(
         hf-ssm train configs/recipes/demo.yaml --set training.max_steps=50 --set output_dir=runs/short
     """
     with _readable_errors():
+        from hf_ssm.objectives import objective_of
         from hf_ssm.recipes import load_recipe
         from hf_ssm.training import train as run
 
-        result = run(load_recipe(recipe, changes or []), restart=restart)
-        bits = result.metrics["bits_per_byte"]
-        typer.echo(f"bits per byte: {bits['before']:.3f} before, {bits['after']:.3f} after training")
+        what = load_recipe(recipe, changes or [])
+        result = run(what, restart=restart)
+        typer.echo(objective_of(what).summary(result.metrics))
         typer.echo(f"model: {result.model_folder}   report: {result.folder / 'report.md'}")
 
 

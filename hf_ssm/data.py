@@ -4,7 +4,7 @@ The path of a document: a source (Python's own standard library, a text file, a 
 a `datasets` name) yields `Document`s; a stable hash of each document's key puts it into train or validation; a
 tokenizer turns it into ids; `pack` chains the ids of all documents, each closed by the end-of-text token, and cuts
 the chain into blocks of one length. `PackedCollator` tells the model where documents begin, so that a recurrent
-state starts afresh there.
+state starts afresh there; `MaskedLMCollator` also hides tokens for a masked language model to find.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
+CLS = "<|cls|>"
+MASK = "<|mask|>"
 IGNORED_LABEL = -100  # what torch's cross entropy skips
 
 STDLIB = "stdlib"
@@ -274,28 +276,38 @@ def _split_one_document(documents: Callable[[], Iterator[Document]], description
 # ---------------------------------------------------------------- tokens
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, masked: bool = False) -> PreTrainedTokenizerFast:
     """A byte-level byte-pair tokenizer: every text can be encoded, and decodes to itself.
 
-    vocab_size counts the two special tokens (end of text, padding) and the 256 bytes, so it is at least 258. The
-    same texts give the same tokenizer. Only the first 50 MB are looked at.
+    vocab_size counts the special tokens (end of text, padding) and the 256 bytes, so it is at least 258. With
+    `masked` there are two more, <|cls|> and <|mask|>, and a text or a pair of texts is framed as BERT does it, the end
+    of text in the place of [SEP]. The same texts give the same tokenizer. Only the first 50 MB are looked at.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(alphabet) + 2:
-        raise DataError(f"tokenizer.vocab_size must be at least {len(alphabet) + 2}, not {vocab_size}")
+    special = [END_OF_TEXT, PAD, *([CLS, MASK] if masked else [])]
+    smallest = len(alphabet) + len(special)
+    if vocab_size < smallest:
+        raise DataError(f"tokenizer.vocab_size must be at least {smallest}, not {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT, PAD], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_first_bytes(texts, TOKENIZER_SAMPLE_BYTES), trainer)
+    if masked:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{CLS} $A {END_OF_TEXT}",
+            pair=f"{CLS} $A {END_OF_TEXT} $B:1 {END_OF_TEXT}:1",
+            special_tokens=[(token, special.index(token)) for token in (CLS, END_OF_TEXT)],
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
+        **({"cls_token": CLS, "sep_token": END_OF_TEXT, "mask_token": MASK} if masked else {}),
         clean_up_tokenization_spaces=False,  # it would drop the space in "x , y"
     )
 
@@ -334,30 +346,34 @@ def token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     return lengths
 
 
-def pack(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_length: int) -> Iterator[np.ndarray]:
+def pack(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_length: int, *, framed: bool = False
+) -> Iterator[np.ndarray]:
     """Cut the tokens of all texts, each closed by the end-of-text token, into (block_length,) int32 arrays.
 
-    The last block is filled up with end-of-text tokens, which `PackedCollator` leaves out of the loss. Text that
-    looks like a special token stays text. Holds one block and `ENCODE_BATCH` documents at a time.
+    The last block is filled up with end-of-text tokens, which the collators leave out of the loss. Text that looks
+    like a special token stays text. `framed` puts the tokenizer's own special tokens around each text, as an encoder
+    will meet it later: [CLS] ... [SEP] for BERT's. Holds one block and `ENCODE_BATCH` documents at a time.
     """
-    eos = _eos_token_id(tokenizer)
+    end = end_token_id(tokenizer, framed=framed)
+    frame = tokenizer.num_special_tokens_to_add() if framed else 0
     buffer = np.empty(0, dtype=np.int32)
     for batch in _batches(texts, ENCODE_BATCH):
         encoded = tokenizer(
             batch,
-            add_special_tokens=False,
+            add_special_tokens=framed,
             split_special_tokens=True,
             return_attention_mask=False,
             return_token_type_ids=False,
             verbose=False,
         )["input_ids"]
-        documents = ([*ids, eos] for ids in encoded if ids)
+        documents = (ids if ids[-1] == end else [*ids, end] for ids in encoded if len(ids) > frame)
         buffer = np.concatenate([buffer, np.fromiter(chain.from_iterable(documents), dtype=np.int32)])
         full = len(buffer) // block_length * block_length
         yield from buffer[:full].reshape(-1, block_length)
         buffer = buffer[full:]
     if len(buffer) > 1:  # one token alone predicts nothing
-        yield np.concatenate([buffer, np.full(block_length - len(buffer), eos, dtype=np.int32)])
+        yield np.concatenate([buffer, np.full(block_length - len(buffer), end, dtype=np.int32)])
 
 
 def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
@@ -366,10 +382,17 @@ def _batches(texts: Iterable[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
-def _eos_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.eos_token_id is None:
+def end_token_id(tokenizer: PreTrainedTokenizerBase, *, framed: bool = False) -> int:
+    """The token that ends a document: end of text, or, for an encoder's `framed` texts, [SEP] where there is none.
+
+    Raises DataError if the tokenizer has neither.
+    """
+    end = tokenizer.eos_token_id
+    if end is None and framed:
+        end = tokenizer.sep_token_id
+    if end is None:
         raise DataError("the tokenizer has no end-of-text token; set its eos_token, documents are separated by it")
-    return int(tokenizer.eos_token_id)
+    return int(end)
 
 
 class PackedBlocks(Dataset):
@@ -395,15 +418,22 @@ class StreamedBlocks(IterableDataset):
     With several loader workers, each takes every n-th document.
     """
 
-    def __init__(self, texts: Callable[[], Iterator[str]], tokenizer: PreTrainedTokenizerBase, block_length: int):
-        self.texts, self.tokenizer, self.block_length = texts, tokenizer, block_length
+    def __init__(
+        self,
+        texts: Callable[[], Iterator[str]],
+        tokenizer: PreTrainedTokenizerBase,
+        block_length: int,
+        *,
+        framed: bool = False,
+    ):
+        self.texts, self.tokenizer, self.block_length, self.framed = texts, tokenizer, block_length, framed
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         texts = islice(self.texts(), first, None, step)
         empty = True
-        for ids in pack(texts, self.tokenizer, self.block_length):
+        for ids in pack(texts, self.tokenizer, self.block_length, framed=self.framed):
             empty = False
             yield {"input_ids": torch.from_numpy(ids.astype(np.int64))}
         if empty and worker is None:
@@ -424,15 +454,18 @@ class PackedData:
         return f"{train}-{self.validation.fingerprint()}"
 
 
-def pack_corpus(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PackedData:
-    """Both sides of `corpus` as blocks. Raises DataError if a side is empty."""
-    validating = islice(pack(corpus.validation(), tokenizer, config.block_length), config.validation_blocks)
+def pack_corpus(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, framed: bool = False
+) -> PackedData:
+    """Both sides of `corpus` as blocks, see `pack`. Raises DataError if a side is empty."""
+    length = config.block_length
+    validating = islice(pack(corpus.validation(), tokenizer, length, framed=framed), config.validation_blocks)
     validation = _in_memory(validating, corpus, "validate")
     train: PackedBlocks | StreamedBlocks
     if config.streaming:
-        train = StreamedBlocks(corpus.train, tokenizer, config.block_length)
+        train = StreamedBlocks(corpus.train, tokenizer, length, framed=framed)
     else:
-        train = _in_memory(pack(corpus.train(), tokenizer, config.block_length), corpus, "train")
+        train = _in_memory(pack(corpus.train(), tokenizer, length, framed=framed), corpus, "train")
     return PackedData(train, validation, corpus.description)
 
 
@@ -467,3 +500,59 @@ class PackedCollator:
             "position_ids": position - start,
             "labels": input_ids.masked_fill(first, IGNORED_LABEL),
         }
+
+
+@dataclass(frozen=True)
+class MaskedLMCollator:
+    """Blocks to a batch for a masked language model: input_ids, position_ids, labels (batch, block_length) int64.
+
+    Each token that is not special is chosen with probability `mlm_probability`; of those chosen, mask_replace_prob
+    become the mask token, random_replace_prob a random one, and the rest stay as they are (BERT's 80 / 10 / 10, by
+    transformers' `DataCollatorForLanguageModeling`). The labels are the chosen tokens, -100 elsewhere; at least one
+    is chosen. position_ids are as in `PackedCollator`.
+
+    The choice is a function of `seed` and the tokens alone, so a resumed run makes it again, in any worker process.
+    Of all the batch's tokens, in training: shuffled differently, a block is masked anew in every epoch. Of a block's
+    own tokens if `fixed`, for evaluation: the same in every evaluation and whatever the batch size.
+
+    Raises DataError if the tokenizer has no mask token.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    mlm_probability: float
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    seed: int = 0
+    fixed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.mask_token_id is None:
+            raise DataError(
+                "the tokenizer has no mask token, which a masked language model needs; set its mask_token, or take "
+                "another tokenizer"
+            )
+
+    def __call__(self, features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = PackedCollator(end_token_id(self.tokenizer, framed=True))(features)
+        blocks = batch["input_ids"].split(1 if self.fixed else len(features))
+        input_ids, labels = zip(*(self._mask(block) for block in blocks), strict=True)
+        return batch | {"input_ids": torch.cat(input_ids), "labels": torch.cat(labels)}
+
+    def _mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        digest = hashlib.blake2b(input_ids.numpy().tobytes(), digest_size=7, salt=self.seed.to_bytes(8, "big"))
+        generator = torch.Generator().manual_seed(int.from_bytes(digest.digest(), "big"))
+        chooser = DataCollatorForLanguageModeling(
+            self.tokenizer,
+            mlm_probability=self.mlm_probability,
+            mask_replace_prob=self.mask_replace_prob,
+            random_replace_prob=self.random_replace_prob,
+        )
+        chooser.generator = generator
+        special = torch.isin(input_ids, torch.tensor(self.tokenizer.all_special_ids))
+        masked, labels = chooser.torch_mask_tokens(input_ids.clone(), special_tokens_mask=special)
+        candidates = (~special).flatten().nonzero().flatten()
+        if len(candidates) and bool((labels == IGNORED_LABEL).all()):  # a mean over no label at all would be NaN
+            one = candidates[torch.randint(len(candidates), (1,), generator=generator)]
+            labels.view(-1)[one] = input_ids.reshape(-1)[one]
+            masked.view(-1)[one] = self.tokenizer.mask_token_id
+        return masked, labels

@@ -50,16 +50,62 @@ class SamplesConfig:
 
 
 @dataclass(frozen=True)
+class FilledSamplesConfig:
+    """What the reloaded masked model is asked to fill in: texts with mask tokens; top_k answers are shown for each."""
+
+    prompts: tuple[str, ...] = ()
+    top_k: int = 5
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise RecipeError(f"samples.top_k must be at least 1, not {self.top_k}")
+
+
+@dataclass(frozen=True)
+class MaskingConfig:
+    """Which tokens a masked language model must find. The `masking:` section, of `objective: masked_lm` alone.
+
+    mlm_probability, eval_mlm_probability   in (0, 1): share of the tokens chosen in training and in evaluation, which
+                                            keeps BERT's 15 % so that runs can be compared
+    mask_replace_prob, random_replace_prob  of those chosen, the share replaced by the mask token and by a random
+                                            token; the rest stays as it is
+    """
+
+    mlm_probability: float = 0.30
+    eval_mlm_probability: float = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("mlm_probability", "eval_mlm_probability"):
+            if not 0 < getattr(self, name) < 1:
+                raise RecipeError(f"masking.{name} must lie between 0 and 1, not {getattr(self, name)}")
+        shares = (self.mask_replace_prob, self.random_replace_prob)
+        if min(shares) < 0 or sum(shares) > 1:
+            raise RecipeError(
+                "masking.mask_replace_prob and random_replace_prob are shares of the tokens chosen and together at "
+                f"most 1, not {shares[0]} and {shares[1]}"
+            )
+
+
+# What a run can teach a model, and what it then shows: see hf_ssm.objectives.
+SAMPLES: dict[str, type[Any]] = {"causal_lm": SamplesConfig, "masked_lm": FilledSamplesConfig}
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One training run.
 
     output_dir        the run's folder: checkpoints, the final model, report
+    objective         causal_lm: predict each token from those before it; masked_lm: find masked tokens
+    masking           see MaskingConfig; None in causal_lm
     model             a configuration to start from scratch (a .json path, or a mapping with `model_type`), or a
                       pretrained model (a folder, or a name on the Hub)
     tokenizer         {"vocab_size": n} trains one on the training text; or a folder or name; without it, the
                       pretrained model's own
     data              see DataConfig
     training          fields of transformers' TrainingArguments
+    samples           see SamplesConfig (causal_lm), FilledSamplesConfig (masked_lm)
     keep_checkpoints  how many of the newest checkpoints stay, >= 1
     seed              initial weights, order of the data, samples
     license           of the trained weights, for the model card; only who chose the text knows it
@@ -68,9 +114,11 @@ class Recipe:
     output_dir: str
     model: str | Mapping[str, Any]
     tokenizer: str | Mapping[str, Any] | None = None
+    objective: str = "causal_lm"
+    masking: MaskingConfig | None = None
     data: DataConfig = field(default_factory=DataConfig)
     training: Mapping[str, Any] = field(default_factory=dict)
-    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    samples: SamplesConfig | FilledSamplesConfig = field(default_factory=SamplesConfig)
     keep_checkpoints: int = 2
     seed: int = 0
     license: str = "other"
@@ -131,11 +179,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def recipe_from_dict(content: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """Check `content` against the schema. Raises RecipeError or DataError."""
     content = dict(content)
-    for section, schema in (("data", DataConfig), ("samples", SamplesConfig)):
-        if section in content:
-            if not isinstance(content[section], Mapping):
-                raise RecipeError(f"{where}: {section} is a mapping of keys to values")
-            content[section] = _build(schema, content[section], where, prefix=f"{section}.")
+    objective = content.get("objective", "causal_lm")
+    check_key(str(objective), SAMPLES, f"{where}: unknown objective {objective!r}")
+    sections: dict[str, type[Any]] = {"data": DataConfig, "samples": SAMPLES[objective]}
+    if objective == "masked_lm":
+        sections["masking"] = MaskingConfig
+    elif content.get("masking") is not None:
+        raise RecipeError(f"{where}: masking belongs to objective: masked_lm")
+    for section, schema in sections.items():
+        values = content.get(section, {})
+        if not isinstance(values, Mapping):
+            raise RecipeError(f"{where}: {section} is a mapping of keys to values")
+        content[section] = _build(schema, values, where, prefix=f"{section}.")
     return _build(Recipe, content, where)
 
 

@@ -25,13 +25,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -43,18 +41,9 @@ from transformers import (
 )
 
 from hf_ssm import cards
-from hf_ssm.data import (
-    IGNORED_LABEL,
-    Corpus,
-    PackedBlocks,
-    PackedCollator,
-    PackedData,
-    load_corpus,
-    pack_corpus,
-    token_byte_lengths,
-    train_tokenizer,
-)
-from hf_ssm.recipes import Recipe, RecipeError, SamplesConfig, model_config
+from hf_ssm.data import Corpus, PackedBlocks, PackedData, load_corpus, pack_corpus, train_tokenizer
+from hf_ssm.objectives import Collator, Objective, objective_of
+from hf_ssm.recipes import Recipe, RecipeError, model_config
 
 COMPLETE = "complete.json"
 BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weight and Adam's two moments
@@ -99,24 +88,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class SSMTrainer(Trainer):
-    """`Trainer` with the parameter groups state-space models need and evaluation in bits per byte.
+    """`Trainer` with the parameter groups state-space models need, and, if given, an own collator for evaluation."""
 
-    token_bytes (vocab_size,) int64, from `hf_ssm.data.token_byte_lengths`, makes `evaluate` report
-    `eval_bits_per_byte`: the negative log2-likelihood of all predicted tokens over the bytes they stand for.
-    """
+    data_collator: Any
 
-    def __init__(self, *args: Any, token_bytes: Tensor | None = None, **kwargs: Any):
-        if token_bytes is not None:
-            lengths = token_bytes
-
-            def loss_and_bytes(logits: Tensor, labels: Tensor) -> Tensor:
-                return _loss_and_bytes(logits, labels, lengths)
-
-            kwargs |= {"compute_metrics": _bits_per_byte, "preprocess_logits_for_metrics": loss_and_bytes}
+    def __init__(self, *args: Any, eval_collator: Collator | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.eval_collator = eval_collator or self.data_collator
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         return decay_parameter_names(model)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        training, self.data_collator = self.data_collator, self.eval_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = training
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -124,22 +112,6 @@ class SSMTrainer(Trainer):
         # Without this the recurrent state of every batch would be gathered along with the logits.
         ignore_keys = ignore_keys if ignore_keys is not None else ["past_key_values", "cache_params"]
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-
-def _loss_and_bytes(logits: Tensor, labels: Tensor, token_bytes: Tensor) -> Tensor:
-    """(batch, 3) float64 per row: summed loss in nats, predicted tokens, bytes these stand for."""
-    logits, labels = logits[:, :-1], labels[:, 1:]
-    loss = nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-    )
-    predicted = labels != IGNORED_LABEL
-    covered = token_bytes.to(labels.device)[labels.where(predicted, 0)] * predicted
-    return torch.stack([loss.view_as(labels).double().sum(1), predicted.double().sum(1), covered.double().sum(1)], 1)
-
-
-def _bits_per_byte(prediction: Any) -> dict[str, float]:
-    loss, tokens, covered = prediction.predictions.astype(np.float64).sum(0)
-    return {"bits_per_byte": loss / math.log(2) / max(covered, 1), "loss_per_token": loss / max(tokens, 1)}
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -286,12 +258,13 @@ def _explain_full_disk(folder: Path) -> Iterator[None]:
 # ---------------------------------------------------------------- parts of a run
 
 
-def build_tokenizer(recipe: Recipe, corpus: Corpus, run: Path) -> PreTrainedTokenizerBase:
+def build_tokenizer(recipe: Recipe, objective: Objective, corpus: Corpus, run: Path) -> PreTrainedTokenizerBase:
     """The tokenizer the recipe asks for; one trained for this run is kept in `run`/tokenizer and used again."""
     if isinstance(recipe.tokenizer, Mapping):
         cached = run / "tokenizer"
         if not cached.exists():
-            tokenizer = train_tokenizer(corpus.train(), recipe.tokenizer["vocab_size"])
+            vocab_size = recipe.tokenizer["vocab_size"]
+            tokenizer = train_tokenizer(corpus.train(), vocab_size, masked=objective.masked)
             with folder_in_one_step(cached) as partial:
                 tokenizer.save_pretrained(partial)
         return AutoTokenizer.from_pretrained(cached)
@@ -303,7 +276,7 @@ def build_tokenizer(recipe: Recipe, corpus: Corpus, run: Path) -> PreTrainedToke
         raise RecipeError(f"tokenizer: cannot load one from {name!r}: {error}") from error
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def build_model(recipe: Recipe, objective: Objective, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """A new model, its vocabulary and special tokens taken from the tokenizer; or the pretrained one.
 
     The new vocabulary is rounded up to a multiple of 8, which matrix units want; the published models do so too.
@@ -315,10 +288,10 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
         config.eos_token_id = tokenizer.eos_token_id
         config.pad_token_id = tokenizer.pad_token_id
         set_seed(recipe.seed)
-        return AutoModelForCausalLM.from_config(config)
+        return objective.auto_model.from_config(config)
     assert isinstance(recipe.model, str)
     try:
-        model = AutoModelForCausalLM.from_pretrained(recipe.model)
+        model = objective.auto_model.from_pretrained(recipe.model)
     except (OSError, ValueError) as error:
         raise RecipeError(f"model: cannot load {recipe.model!r}: {error}") from error
     rows = len(model.get_input_embeddings().state_dict()["weight"])
@@ -328,7 +301,12 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
 
 
 def build_trainer(
-    recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: PackedData, run: Path
+    recipe: Recipe,
+    objective: Objective,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: PackedData,
+    run: Path,
 ) -> SSMTrainer:
     """Raises RecipeError if the training arguments contradict each other."""
     defaults: dict[str, Any] = {
@@ -347,34 +325,18 @@ def build_trainer(
         )
     except (TypeError, ValueError) as error:
         raise RecipeError(f"training: {error}") from error
+    collator, eval_collator = objective.collators(tokenizer)
     return SSMTrainer(
         model=model,
         args=arguments,
         train_dataset=data.train,
         eval_dataset=data.validation,
-        data_collator=PackedCollator(tokenizer.eos_token_id),
+        data_collator=collator,
+        eval_collator=eval_collator,
         processing_class=tokenizer,
         callbacks=[CompleteCheckpoints(recipe.keep_checkpoints)],
-        token_bytes=token_byte_lengths(tokenizer),
+        **objective.evaluation(tokenizer),
     )
-
-
-def generate_samples(folder: Path, samples: SamplesConfig, seed: int) -> list[tuple[str, str]]:
-    """Load the model saved in `folder` as anyone would, and continue each prompt: (prompt, continuation) pairs."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    model.to(torch.accelerator.current_accelerator() or "cpu").eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    how: dict[str, Any] = {"do_sample": samples.temperature > 0, "max_new_tokens": samples.max_new_tokens}
-    if how["do_sample"]:
-        how |= {"temperature": samples.temperature, "top_p": samples.top_p}
-    pairs = []
-    set_seed(seed)  # once: with the same draws for each prompt, similar prompts get equal continuations
-    for prompt in samples.prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        output = model.generate(**inputs, **how)
-        continuation = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        pairs.append((prompt, continuation))
-    return pairs
 
 
 def peak_memory_bytes() -> int | None:
@@ -423,21 +385,22 @@ def train(recipe: Recipe, *, restart: bool = False) -> RunResult:
         return RunResult(run, finished)
 
     with _explain_full_disk(run):
+        objective = objective_of(recipe)
         corpus = load_corpus(recipe.data)
-        tokenizer = build_tokenizer(recipe, corpus, run)
-        data = pack_corpus(corpus, tokenizer, recipe.data)
-        model = build_model(recipe, tokenizer)
+        tokenizer = build_tokenizer(recipe, objective, corpus, run)
+        objective.check(tokenizer)
+        data = pack_corpus(corpus, tokenizer, recipe.data, framed=objective.masked)
+        model = build_model(recipe, objective, tokenizer)
         check_space(run, model, recipe.keep_checkpoints)
-        trainer = build_trainer(recipe, model, tokenizer, data, run)
+        trainer = build_trainer(recipe, objective, model, tokenizer, data, run)
 
         before = _evaluation_before(trainer, data, run)
-        seconds, state = _train_or_resume(trainer, model, recipe.seed, run / "checkpoints")
+        seconds, state = _train_or_resume(trainer, objective, model, recipe.seed, run / "checkpoints")
         after = trainer.evaluate()
 
         history = [entry for entry in state.log_history if "loss" in entry]
         metrics: dict[str, Any] = {
-            "bits_per_byte": {"before": before["eval_bits_per_byte"], "after": after["eval_bits_per_byte"]},
-            "loss": {"before": before["eval_loss_per_token"], "after": after["eval_loss_per_token"]},
+            **objective.results(before, after),
             "parameters": model.num_parameters(),
             "model_type": model.config.model_type,
             "steps": state.global_step,
@@ -453,9 +416,9 @@ def train(recipe: Recipe, *, restart: bool = False) -> RunResult:
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
             cards.write_model_card(partial, recipe, metrics)
-        samples = generate_samples(run / "model", recipe.samples, recipe.seed)
+        samples = objective.samples(run / "model")
         metrics |= {"total_seconds": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()}
-        _write_report(run, recipe, metrics, samples)
+        _write_report(run, objective, metrics, samples)
         write_atomically(run / "metrics.json", json.dumps(metrics, indent=1))
     return RunResult(run, metrics)
 
@@ -520,7 +483,7 @@ def _evaluation_before(trainer: SSMTrainer, data: PackedData, run: Path) -> dict
 
 
 def _train_or_resume(
-    trainer: SSMTrainer, model: PreTrainedModel, seed: int, checkpoints: Path
+    trainer: SSMTrainer, objective: Objective, model: PreTrainedModel, seed: int, checkpoints: Path
 ) -> tuple[float, TrainerState]:
     """Seconds this call has trained, and the state at the end."""
     for _, checkpoint in _checkpoints(checkpoints):
@@ -530,7 +493,7 @@ def _train_or_resume(
     if last is not None:
         state = TrainerState.load_from_json(str(last / "trainer_state.json"))
         if state.global_step >= state.max_steps:  # killed after the last step: Trainer would take one step too many
-            model.load_state_dict(AutoModelForCausalLM.from_pretrained(last).state_dict())
+            model.load_state_dict(objective.auto_model.from_pretrained(last).state_dict())
             return 0.0, state
     set_seed(seed)
     started = time.monotonic()
@@ -544,13 +507,13 @@ def _tokens_per_step(trainer: SSMTrainer, recipe: Recipe) -> int:
     return blocks * recipe.data.block_length
 
 
-def _write_report(run: Path, recipe: Recipe, metrics: dict[str, Any], samples: list[tuple[str, str]]) -> None:
-    _plot_loss(run / "loss.png", metrics)
-    write_atomically(run / "samples.md", _samples_markdown(recipe, samples))
-    write_atomically(run / "report.md", _report_markdown(metrics))
+def _write_report(run: Path, objective: Objective, metrics: dict[str, Any], samples: str) -> None:
+    _plot_loss(run / "loss.png", objective, metrics)
+    write_atomically(run / "samples.md", samples)
+    write_atomically(run / "report.md", _report_markdown(objective, metrics))
 
 
-def _plot_loss(path: Path, metrics: dict[str, Any]) -> None:
+def _plot_loss(path: Path, objective: Objective, metrics: dict[str, Any]) -> None:
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
     history, loss = metrics["history"], metrics["loss"]
@@ -558,32 +521,17 @@ def _plot_loss(path: Path, metrics: dict[str, Any]) -> None:
     axes = figure.add_subplot()
     axes.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], label="training")
     axes.plot([0, metrics["steps"]], [loss["before"], loss["after"]], "o", label="validation, before and after")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None))
+    axes.set(xlabel="step", ylabel=f"loss ({objective.loss_unit})", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, format="png")
 
 
-def _samples_markdown(recipe: Recipe, samples: list[tuple[str, str]]) -> str:
-    how = recipe.samples
-    lines = [
-        "# Samples",
-        "",
-        f"The saved model, loaded back with `AutoModelForCausalLM.from_pretrained`; temperature {how.temperature:g}, "
-        f"top-p {how.top_p:g}, at most {how.max_new_tokens} new tokens. What the model wrote begins after `⟶`.",
-    ]
-    for prompt, continuation in samples:
-        lines += ["", "````text", f"{prompt}⟶{continuation}", "````"]
-    return "\n".join(lines) + "\n"
-
-
-def _report_markdown(metrics: dict[str, Any]) -> str:
-    before, after = (metrics["bits_per_byte"][when] for when in ("before", "after"))
+def _report_markdown(objective: Objective, metrics: dict[str, Any]) -> str:
+    before, after = (metrics[objective.headline][when] for when in ("before", "after"))
     peak = metrics["peak_memory_bytes"]
     rows = [
-        ("bits per byte before", f"{before:.3f}"),
-        ("bits per byte after", f"{after:.3f}"),
-        ("loss per token before / after", f"{metrics['loss']['before']:.3f} / {metrics['loss']['after']:.3f} nats"),
+        *objective.report_rows(metrics),
         ("parameters", f"{metrics['parameters']:,} ({metrics['model_type']})"),
         ("trained on", metrics["data"]),
         ("steps", f"{metrics['steps']:,} of {metrics['tokens_per_step']:,} tokens"),
@@ -594,7 +542,7 @@ def _report_markdown(metrics: dict[str, Any]) -> str:
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return (
-        f"# Training report\n\nThe validation loss fell by {before - after:.3f} bits per byte, from {before:.3f} to "
-        f"{after:.3f} ({1 - after / before:.0%}).\n\n| | |\n| --- | --- |\n{table}\n\n![Loss](loss.png)\n\n"
+        f"# Training report\n\nThe validation loss fell by {before - after:.3f} {objective.unit}, from {before:.3f} "
+        f"to {after:.3f} ({1 - after / before:.0%}).\n\n| | |\n| --- | --- |\n{table}\n\n![Loss](loss.png)\n\n"
         "The model is in `model/`, what it writes in `samples.md`, every number in `metrics.json`.\n"
     )

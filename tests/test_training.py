@@ -18,8 +18,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import hf_ssm  # noqa: F401  registers the architectures
-from hf_ssm import training
+from hf_ssm import objectives, training
 from hf_ssm.data import PackedCollator, token_byte_lengths
+from hf_ssm.objectives import bits_per_byte
 from hf_ssm.recipes import RecipeError, load_recipe, model_config, recipe_from_dict
 from hf_ssm.training import (
     OutputError,
@@ -175,7 +176,7 @@ def test_bits_per_byte_is_the_likelihood_of_the_bytes_whatever_the_batch(finishe
             ),
             data_collator=PackedCollator(tokenizer.eos_token_id),
             eval_dataset=blocks,
-            token_bytes=token_byte_lengths(tokenizer),
+            **bits_per_byte(token_byte_lengths(tokenizer)),
         )
         assert trainer.evaluate()["eval_bits_per_byte"] == pytest.approx(nats / math.log(2) / covered, rel=1e-5)
 
@@ -339,7 +340,7 @@ def test_killed_after_the_last_step(finished, text_folder, tmp_path, monkeypatch
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "generate_samples", stop)
+        patch.setattr(objectives, "continue_prompts", stop)
         with pytest.raises(Stop):
             train(recipe)
     assert_equal_runs(train(recipe), finished)
