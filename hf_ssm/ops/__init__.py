@@ -4,9 +4,10 @@
 """
 
 from .backends import BackendUnavailable, UnsupportedByBackend, backend_report, explain, use_backend
-from .causal_conv1d import causal_conv1d, causal_conv1d_update
-from .selective_scan import selective_scan, selective_scan_update
-from .ssd import ssd, ssd_update
+from .causal_conv1d import causal_conv1d, causal_conv1d_update, centred_conv1d
+from .quasiseparable import quasiseparable, quasiseparable_matrix
+from .selective_scan import selective_scan, selective_scan_matrix, selective_scan_update
+from .ssd import ssd, ssd_matrix, ssd_update
 
 __all__ = [
     "BackendUnavailable",
@@ -14,10 +15,15 @@ __all__ = [
     "backend_report",
     "causal_conv1d",
     "causal_conv1d_update",
+    "centred_conv1d",
     "explain",
+    "quasiseparable",
+    "quasiseparable_matrix",
     "selective_scan",
+    "selective_scan_matrix",
     "selective_scan_update",
     "ssd",
+    "ssd_matrix",
     "ssd_update",
     "use_backend",
 ]

@@ -1,7 +1,7 @@
-"""Short depthwise causal convolution, and its one-token update.
+"""Short depthwise convolutions: causal, with its one-token update, and centred.
 
-The convolution in front of the scan of Mamba (arXiv:2312.00752, section 3.4) and Mamba-2 (arXiv:2405.21060,
-section 7).
+The causal one stands in front of the scan of Mamba (arXiv:2312.00752, section 3.4) and Mamba-2 (arXiv:2405.21060,
+section 7), the centred one in front of Hydra's (arXiv:2407.09941, section 3.3).
 
 b batch   l seqlen   d channels   w width   s state_len >= w - 1
 """
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from .backends import Backend, Call, choose, register
 from .discretize import compute_dtype
-from .rows import check_row_tensor, check_shape, real_tokens_first, sequence_starts
+from .rows import (
+    check_row_tensor,
+    check_shape,
+    padding_last,
+    put_tokens_back,
+    real_tokens_first,
+    sequence_starts,
+    shifted,
+    take_tokens,
+)
 
 
 def causal_conv1d(
@@ -49,7 +58,7 @@ def causal_conv1d(
     Raises:
         ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
-    _check(x, weight, bias, activation, initial_state, seq_idx, mask)
+    _check("causal_conv1d", x, weight, bias, activation, initial_state, seq_idx, mask)
     batch, seqlen, channels = x.shape
     width = weight.shape[1]
     state = initial_state.to(x.dtype) if initial_state is not None else x.new_zeros(batch, width - 1, channels)
@@ -61,7 +70,7 @@ def causal_conv1d(
     if mask is not None:  # run the rows without their padding, then put every token back into its place
         order = real_tokens_first(mask)
         lengths = mask.sum(dim=1)
-        x = _take_tokens(x, order)
+        x = take_tokens(x, order)
         if seq_idx is not None:
             seq_idx = seq_idx.gather(1, order)
 
@@ -77,8 +86,7 @@ def causal_conv1d(
     final_state = _final_state(x, state, seq_idx, lengths)
 
     if order is not None and mask is not None:
-        out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
-        out = out.masked_fill(~mask[..., None], 0)
+        out = put_tokens_back(out, order).masked_fill(~mask[..., None], 0)
     return out, final_state
 
 
@@ -93,24 +101,79 @@ def causal_conv1d_update(
     return out[:, 0], state
 
 
+def centred_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """out[t] = activation(bias + sum_k weight[:, k] x[t - width // 2 + k]), each channel by itself; inputs before the
+    first and behind the last token are zeros.
+
+    Args: as those of `causal_conv1d`; weight (channels, width) with an odd width. There is no state: a token sees as
+    far ahead as back.
+
+    Returns:
+        out (batch, seqlen, channels) in x's dtype.
+
+    Raises:
+        ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
+    """
+    _check("centred_conv1d", x, weight, bias, activation, None, seq_idx, mask)
+    if weight.shape[1] % 2 == 0:
+        raise ValueError(
+            f"centred_conv1d: width={weight.shape[1]} (weight), expected an odd number: a token is in the middle"
+        )
+    if x.shape[1] == 0:
+        return torch.zeros_like(x)
+    order = None
+    if mask is not None:
+        order, seq_idx = padding_last(mask, seq_idx)
+        x = take_tokens(x, order)
+    traits = (("width", weight.shape[1]), ("channels", x.shape[2]), ("packed", seq_idx is not None))
+    run = choose(Call("centred_conv1d", x.device.type, x.dtype, traits), backend)
+    out = run(x, weight, bias, activation is not None, seq_idx)
+    if order is not None and mask is not None:
+        out = put_tokens_back(out, order).masked_fill(~mask[..., None], 0)
+    return out
+
+
 def causal_conv1d_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, initial_state: Tensor | None, seq_idx: Tensor | None
 ) -> Tensor:
     """The definition, one token per step: every tap looks up its own input. Every backend answers to it."""
+    return _reference(x, weight, bias, silu, initial_state, seq_idx, ahead=0)
+
+
+def centred_conv1d_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, seq_idx: Tensor | None
+) -> Tensor:
+    """The definition, one token per step. Every backend answers to it."""
+    return _reference(x, weight, bias, silu, None, seq_idx, ahead=weight.shape[1] // 2)
+
+
+def _reference(x, weight, bias, silu, initial_state, seq_idx, ahead: int) -> Tensor:
+    """A token sees `ahead` tokens behind it and width - 1 - ahead before it."""
     batch, seqlen, channels = x.shape
     width = weight.shape[1]
+    back = width - 1 - ahead
     dtype = compute_dtype(x)
-    before = x.new_zeros(batch, width - 1, channels) if initial_state is None else initial_state
-    inputs = torch.cat([before, x], dim=1).to(dtype)  # b (w-1)+l d
+    before = x.new_zeros(batch, back, channels) if initial_state is None else initial_state
+    inputs = torch.cat([before, x, x.new_zeros(batch, ahead, channels)], dim=1).to(dtype)
     if seq_idx is None:
         seq_idx = torch.zeros(batch, seqlen, dtype=torch.int64, device=x.device)
     run = sequence_starts(seq_idx).cumsum(dim=1)
-    run = torch.cat([run.new_zeros(batch, width - 1), run], dim=1)  # the initial state belongs to the first sequence
+    # the initial state belongs to the first sequence
+    run = torch.cat([run.new_zeros(batch, back), run, run[:, -1:].expand(-1, ahead)], dim=1)
     outs = []
     for t in range(seqlen):
         total = inputs.new_zeros(batch, channels) if bias is None else bias.to(dtype).expand(batch, channels)
         for k in range(width):
-            same_sequence = (run[:, t + k] == run[:, t + width - 1])[:, None]
+            same_sequence = (run[:, t + k] == run[:, t + back])[:, None]
             total = total + weight[:, k].to(dtype) * inputs[:, t + k] * same_sequence
         outs.append(F.silu(total) if silu else total)
     return torch.stack(outs, dim=1).to(x.dtype)
@@ -125,28 +188,39 @@ def causal_conv1d_torch(
     if x.shape[1] == 1:  # one token is one weighted sum, and differentiable as it is
         dtype = compute_dtype(x)
         width = weight.shape[1]
-        out = (_inputs(x, initial_state, width, dtype) * weight.to(dtype).t()).sum(dim=1, keepdim=True)
+        out = (_inputs(x, initial_state, width, 0, dtype) * weight.to(dtype).t()).sum(dim=1, keepdim=True)
         out = out if bias is None else out + bias.to(dtype)
         return (F.silu(out) if silu else out).to(x.dtype)
-    return _causal_conv1d(x, weight, bias, initial_state, seq_idx, silu)
+    return _conv1d(x, weight, bias, initial_state, seq_idx, silu, 0)
 
 
-@torch.library.custom_op("hf_ssm::causal_conv1d", mutates_args=())
-def _causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None, silu: bool
+def centred_conv1d_torch(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, seq_idx: Tensor | None) -> Tensor:
+    return _conv1d(x, weight, bias, None, seq_idx, silu, weight.shape[1] // 2)
+
+
+@torch.library.custom_op("hf_ssm::conv1d", mutates_args=())
+def _conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    seq_idx: Tensor | None,
+    silu: bool,
+    ahead: int,
 ) -> Tensor:
+    """A token sees `ahead` tokens behind it and width - 1 - ahead before it; a state only with 0 ahead."""
     with torch.autocast(x.device.type, enabled=False):
-        out = _weighted_taps(x, weight, bias, initial_state, seq_idx)
+        out = _weighted_taps(x, weight, bias, initial_state, seq_idx, ahead)
         return (F.silu(out, inplace=True) if silu else out).to(x.dtype, copy=False).contiguous()
 
 
-@_causal_conv1d.register_fake
-def _(x, weight, bias, initial_state, seq_idx, silu):
+@_conv1d.register_fake
+def _(x, weight, bias, initial_state, seq_idx, silu, ahead):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("hf_ssm::causal_conv1d_backward", mutates_args=())
-def _causal_conv1d_backward(
+@torch.library.custom_op("hf_ssm::conv1d_backward", mutates_args=())
+def _conv1d_backward(
     d_out: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -154,6 +228,7 @@ def _causal_conv1d_backward(
     initial_state: Tensor | None,
     seq_idx: Tensor | None,
     silu: bool,
+    ahead: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias (float accumulators; empty without bias) and initial_state (empty without)."""
     with torch.autocast(x.device.type, enabled=False):
@@ -162,29 +237,30 @@ def _causal_conv1d_backward(
         dtype = compute_dtype(x)
         grad = d_out.to(dtype)
         if silu:
-            before = _weighted_taps(x, weight, bias, initial_state, seq_idx)
+            before = _weighted_taps(x, weight, bias, initial_state, seq_idx, ahead)
             gate = torch.sigmoid(before)
             grad = grad * (gate * (1 + before * (1 - gate)))
         d_inputs = grad.new_zeros(batch, seqlen + width - 1, channels)
         d_weight = grad.new_empty(channels, width)
-        inputs = _inputs(x, initial_state, width, dtype)
+        back = width - 1 - ahead
+        inputs = _inputs(x, initial_state, width, ahead, dtype)
         for k in range(width):
-            seen = _tap_reaches(seq_idx, width - 1 - k)
+            seen = _tap_reaches(seq_idx, back - k)
             reached = grad if seen is None else grad * seen
             d_inputs[:, k : k + seqlen].addcmul_(reached, weight[:, k].to(dtype))
             d_weight[:, k] = (reached * inputs[:, k : k + seqlen]).sum(dim=(0, 1))
         d_bias = grad.sum(dim=(0, 1)) if bias is not None else grad.new_empty(0)
-        d_state = d_inputs[:, : width - 1].to(initial_state.dtype) if initial_state is not None else grad.new_empty(0)
+        d_state = d_inputs[:, :back].to(initial_state.dtype) if initial_state is not None else grad.new_empty(0)
         return (
-            d_inputs[:, width - 1 :].to(x.dtype).contiguous(),
+            d_inputs[:, back : back + seqlen].to(x.dtype).contiguous(),
             d_weight.to(weight.dtype),
             d_bias.to(bias.dtype) if bias is not None else d_bias,
             d_state.clone(memory_format=torch.contiguous_format),
         )
 
 
-@_causal_conv1d_backward.register_fake
-def _(d_out, x, weight, bias, initial_state, seq_idx, silu):
+@_conv1d_backward.register_fake
+def _(d_out, x, weight, bias, initial_state, seq_idx, silu, ahead):
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         torch.empty_like(weight, memory_format=torch.contiguous_format),
@@ -196,13 +272,13 @@ def _(d_out, x, weight, bias, initial_state, seq_idx, silu):
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, initial_state, seq_idx, ctx.silu = inputs
+    x, weight, bias, initial_state, seq_idx, *ctx.options = inputs
     ctx.save_for_backward(x, weight, bias, initial_state, seq_idx)
 
 
 def _backward(ctx, d_out):
     x, weight, bias, initial_state, seq_idx = ctx.saved_tensors
-    d_x, d_weight, d_bias, d_state = _causal_conv1d_backward(d_out, x, weight, bias, initial_state, seq_idx, ctx.silu)
+    d_x, d_weight, d_bias, d_state = _conv1d_backward(d_out, x, weight, bias, initial_state, seq_idx, *ctx.options)
     return (
         d_x,
         d_weight,
@@ -210,50 +286,48 @@ def _backward(ctx, d_out):
         None if initial_state is None else d_state,
         None,
         None,
+        None,
     )
 
 
-_causal_conv1d.register_autograd(_backward, setup_context=_setup_context)
+_conv1d.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _weighted_taps(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, seq_idx: Tensor | None, ahead: int
 ) -> Tensor:
     """bias + the sum over taps, (b, l, d) in the compute dtype: one pass over the tokens per tap, no transposes."""
     width = weight.shape[1]
     dtype = compute_dtype(x)
     seqlen = x.shape[1]
-    inputs = _inputs(x, initial_state, width, dtype)
+    inputs = _inputs(x, initial_state, width, ahead, dtype)
     taps = weight.to(dtype).t().contiguous()  # w d
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     if bias is not None:
         out += bias
     for k in range(width):
         tap = inputs[:, k : k + seqlen]
-        seen = _tap_reaches(seq_idx, width - 1 - k)
+        seen = _tap_reaches(seq_idx, width - 1 - ahead - k)
         out.addcmul_(tap if seen is None else tap * seen, taps[k])
     return out
 
 
-def _inputs(x: Tensor, initial_state: Tensor | None, width: int, dtype: torch.dtype) -> Tensor:
+def _inputs(x: Tensor, initial_state: Tensor | None, width: int, ahead: int, dtype: torch.dtype) -> Tensor:
     if initial_state is None:
-        return F.pad(x.to(dtype), (0, 0, width - 1, 0))
+        return F.pad(x.to(dtype), (0, 0, width - 1 - ahead, ahead))
     return torch.cat([initial_state.to(dtype), x.to(dtype)], dim=1)
 
 
 def _tap_reaches(seq_idx: Tensor | None, distance: int) -> Tensor | None:
-    """(b, l, 1) bool: the token `distance` before is of the same sequence. None if it always is."""
+    """(b, l, 1) bool: the token `distance` before (behind, if negative) is of the same sequence. None if it always
+    is; beyond the row's ends, where all inputs are zeros or the state's, it does not matter."""
     if seq_idx is None or distance == 0:
         return None
     run = sequence_starts(seq_idx).cumsum(dim=1)
-    return (F.pad(run, (distance, 0))[:, : run.shape[1]] == run)[..., None]
+    return (shifted(run, distance) == run)[..., None]
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
-
-
-def _take_tokens(x: Tensor, order: Tensor) -> Tensor:
-    return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
 
 
 def _final_state(x: Tensor, state: Tensor, seq_idx: Tensor | None, lengths: Tensor | None) -> Tensor:
@@ -265,15 +339,14 @@ def _final_state(x: Tensor, state: Tensor, seq_idx: Tensor | None, lengths: Tens
     if lengths is None:
         lengths = torch.full((x.shape[0],), seqlen, device=x.device)
     positions = lengths[:, None] + torch.arange(state_len, device=x.device)  # b s
-    final = _take_tokens(inputs, positions)
+    final = take_tokens(inputs, positions)
     if seq_idx is not None and state_len:  # inputs of earlier sequences are none of the last one's business
         run = F.pad(sequence_starts(seq_idx).cumsum(dim=1), (state_len, 0))
         final = final * (run.gather(1, positions) == run.gather(1, positions[:, -1:]))[..., None]
     return final
 
 
-def _check(x, weight, bias, activation, initial_state, seq_idx, mask) -> None:
-    name = "causal_conv1d"
+def _check(name, x, weight, bias, activation, initial_state, seq_idx, mask) -> None:
     if x.ndim != 3:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (batch, seqlen, channels)")
     if weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 1:
@@ -323,4 +396,10 @@ register(
     ),
     Backend("torch", "hf_ssm.ops.causal_conv1d:causal_conv1d_torch"),
     Backend("reference", "hf_ssm.ops.causal_conv1d:causal_conv1d_reference", automatic=False),
+)
+
+register(
+    "centred_conv1d",
+    Backend("torch", "hf_ssm.ops.causal_conv1d:centred_conv1d_torch"),
+    Backend("reference", "hf_ssm.ops.causal_conv1d:centred_conv1d_reference", automatic=False),
 )

@@ -27,6 +27,39 @@ def fill_padding(seq_idx: Tensor, mask: Tensor) -> Tensor:
     return seq_idx.gather(1, torch.where(last_real < 0, first_real, last_real))
 
 
+def padding_last(mask: Tensor, seq_idx: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(b, l) permutation of every row that puts its real tokens first, and a `seq_idx` for the rows so permuted in
+    which padding is a sequence of its own."""
+    order = real_tokens_first(mask)
+    padding = ~mask.gather(1, order)
+    run = padding.int()
+    if seq_idx is not None:
+        starts = sequence_starts(seq_idx.gather(1, order)) & ~padding
+        run = run + starts.int().cumsum(dim=1)
+    return order, run
+
+
+def take_tokens(t: Tensor, order: Tensor) -> Tensor:
+    """Every row of `t` (b, l, ...) in the order of the permutation `order` (b, l)."""
+    return t.gather(1, _over_axes(order, t))
+
+
+def put_tokens_back(t: Tensor, order: Tensor) -> Tensor:
+    """The inverse of `take_tokens`."""
+    return torch.zeros_like(t).scatter(1, _over_axes(order, t), t)
+
+
+def shifted(t: Tensor, distance: int) -> Tensor:
+    """`t` (b, l, ...) moved on by `distance` tokens (back, if negative), with zeros where nothing comes from."""
+    padding = (0, 0) * (t.ndim - 2)
+    padded = torch.nn.functional.pad(t, (*padding, max(distance, 0), max(-distance, 0)))
+    return padded.narrow(1, max(-distance, 0), t.shape[1])
+
+
+def _over_axes(order: Tensor, t: Tensor) -> Tensor:
+    return order.view(*order.shape, *[1] * (t.ndim - 2)).expand(-1, -1, *t.shape[2:])
+
+
 def real_tokens_first(mask: Tensor) -> Tensor:
     """(b, l) permutation of every row that puts its real tokens first and keeps their order."""
     return torch.argsort((~mask).int(), dim=1, stable=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .backends import Backend, Call, choose, register
 from .discretize import NO_LIMIT, compute_dtype, skip_and_gate, skip_and_gate_backward, step_size, step_size_slope
+from .matrices import semiseparable_per_channel
 from .rows import check_row_tensor, check_shape, fill_padding, sequence_starts
 
 
@@ -144,6 +145,35 @@ def selective_scan_reference(
         if z is not None:
             y = y * torch.nn.functional.silu(z.to(dtype))
         return y.to(x.dtype), state
+
+
+def selective_scan_matrix(
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = False,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """The semiseparable matrix M of `selective_scan`, per row and channel: without initial state and gate, out = M x.
+
+    M[t, s] = sum_n C[t, n] B[s, n] exp(A[n] (dt[s+1] + ... + dt[t])) dt[s] for s <= t, 0 above the diagonal and across
+    sequences, and D is added on the diagonal. Source: arXiv:2405.21060, equation 3. Memory grows with seqlen^2.
+
+    Args: as those of `selective_scan`.
+
+    Returns (batch, d_inner, seqlen, seqlen), float32 (float64 for float64 inputs), differentiable.
+    """
+    _check(dt, dt, A, B, C, D, None, dt_bias, None, seq_idx, None)
+    if B.ndim == 3:
+        B, C = B[:, :, None], C[:, :, None]
+    dtype = compute_dtype(dt)
+    steps = step_size(dt, dt_bias, dt_softplus, NO_LIMIT, dtype)
+    matrix = semiseparable_per_channel(steps, A.to(dtype), B.to(dtype), C.to(dtype), seq_idx)
+    return matrix if D is None else matrix + torch.diag_embed(D.to(dtype)[:, None].expand(-1, dt.shape[1]))
 
 
 # --- the `torch` backend -------------------------------------------------------------------------------------------

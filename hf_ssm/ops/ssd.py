@@ -1,10 +1,7 @@
 """Mamba-2's scan, state space duality, and its one-token update.
 
 Transformers are SSMs (arXiv:2405.21060): the recurrence is equation 1 with a scalar decay per head; the chunked
-algorithm of the `torch` backend is that of section 6.
-
-b batch   l seqlen   s segment   c chunk   q, k positions inside a chunk   h nheads   p headdim   g ngroups
-r heads per group   n d_state
+algorithm of the `torch` backend is that of section 6 (see `chunks`, and there for the letters of the axes).
 """
 
 from dataclasses import dataclass
@@ -13,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .backends import Backend, Call, choose, register
+from .chunks import Chunks, Direction
 from .discretize import NO_LIMIT, compute_dtype, skip_and_gate, skip_and_gate_backward, step_size, step_size_slope
+from .matrices import semiseparable
 from .rows import check_row_tensor, check_shape, fill_padding, sequence_starts
 
 
@@ -150,15 +149,36 @@ def ssd_reference(
         return y.to(x.dtype), state
 
 
-# --- the `torch` backend -------------------------------------------------------------------------------------------
-#
-# A chunk is a small attention matrix on its diagonal and, through its state, one matrix product with everything before
-# it. A segment is as many chunks as are computed at once; the states are chained from chunk to chunk and from segment
-# to segment. Only the state before each segment is kept for backward, which recomputes the rest.
-# Inside, the state is (g, n, r p): all heads of a group share B and C, so they share one matrix product.
+def ssd_matrix(
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """The semiseparable matrix M of `ssd`, per row and head: without initial state and gate, out = M x.
 
-_CHUNK = 64  # the largest chunk: exp runs over chunk_size values per token and head, the state's cost does not depend
-_SEGMENT_ELEMENTS = 1 << 20  # target size of a segment's attention matrices, b * c * h * q * k
+    M[t, s] = C[t]^T B[s] exp(A (dt[s+1] + ... + dt[t])) dt[s] for s <= t, 0 above the diagonal and across sequences,
+    and D is added on the diagonal. Source: arXiv:2405.21060, section 3, definition 3.2. Memory grows with seqlen^2.
+
+    Args: as those of `ssd`; D (nheads,).
+
+    Returns (batch, nheads, seqlen, seqlen), float32 (float64 for float64 inputs), differentiable.
+    """
+    x = dt[..., None]  # one channel per head stands for all
+    _check(x, dt, A, B, C, D, None, dt_bias, dt_limit, 1, None, seq_idx, None)
+    dtype = compute_dtype(dt)
+    steps = step_size(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    matrix = semiseparable(steps, A.to(dtype), B.to(dtype), C.to(dtype), seq_idx)
+    return matrix if D is None else matrix + torch.diag_embed(D.to(dtype)[:, None].expand(-1, dt.shape[1]))
+
+
+# --- the `torch` backend -------------------------------------------------------------------------------------------
 
 
 def ssd_torch(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, initial_state, seq_idx):
@@ -196,8 +216,8 @@ def _ssd(
         for tokens in scan.segments():
             before_segment.append(state)
             part = scan.load(tokens, x, dt, B, C, dt_bias, dt_softplus, (dt_min, dt_max), seq_idx)
-            before_chunk, state = scan.chunk_states(part, state)
-            y = scan.outputs(part, before_chunk)
+            entering, state = part.scan.states(state)
+            y = scan.outputs(part, entering)
             out[:, tokens] = skip_and_gate(y, x[:, tokens], _per_channel(D), None if z is None else z[:, tokens])
         return out, scan.export(state), torch.stack(before_segment, dim=1)
 
@@ -209,7 +229,7 @@ def _(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, dt_softplus, dt_min
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         x.new_empty(x.shape[0], x.shape[2], x.shape[3], B.shape[3], dtype=dtype),
-        x.new_empty(x.shape[0], -(-x.shape[1] // scan.segment), *scan.state_shape, dtype=dtype),
+        x.new_empty(x.shape[0], scan.segment_count, *scan.state_shape, dtype=dtype),
     )
 
 
@@ -244,11 +264,11 @@ def _ssd_backward(
         d_state = scan.initial(d_final)
         for i, tokens in reversed(list(enumerate(scan.segments()))):
             part = scan.load(tokens, x, dt, B, C, dt_bias, dt_softplus, limit, seq_idx)
-            before_chunk, _ = scan.chunk_states(part, before_segment[:, i])
+            entering, _ = part.scan.states(before_segment[:, i])
             grad = d_out[:, tokens].to(dtype)
             d_skip = None
             if z is not None or D is not None:
-                y = scan.outputs(part, before_chunk) if z is not None else grad
+                y = scan.outputs(part, entering) if z is not None else grad
                 grad, skip_grad, gate_grad = skip_and_gate_backward(
                     grad, y, x[:, tokens].to(dtype), _per_channel(D), None if z is None else z[:, tokens]
                 )
@@ -257,9 +277,9 @@ def _ssd_backward(
                     d_skip = grad * _per_channel(D).to(dtype)
                 if gate_grad is not None:
                     d_z[:, tokens] = gate_grad
-            d_xs, d_step, d_log_decay, d_b, d_c, d_state = scan.backward(part, before_chunk, grad, d_state)
+            d_xs, d_step, d_log_decay, d_b, d_c, d_state = scan.backward(part, entering, grad, d_state)
             d_x[:, tokens] = d_xs if d_skip is None else d_xs + d_skip
-            step = scan.rows(part.dt)[:, : part.tokens]
+            step = scan.rows(part.scan.dt, part.tokens)
             d_A += (d_log_decay * step).sum(dim=(0, 1))
             d_step = d_step.addcmul(d_log_decay, A.to(dtype))
             slope = step_size_slope(dt[:, tokens], dt_bias, dt_softplus, limit, dtype)
@@ -304,45 +324,17 @@ def _backward(ctx, d_out, d_final, _):
 _ssd.register_autograd(_backward, setup_context=_setup_context)
 
 
-@dataclass
-class _Segment:
-    """One segment's tensors in float, cut into chunks. Entry k of `to_end` is how much of what token k adds is left
-    at the chunk's end, entry q of `from_start` how much of the state before the chunk reaches token q."""
-
-    tokens: int
-    x: Tensor  # b c q h p
-    dt: Tensor  # b c q h
-    B: Tensor  # b c g q n
-    C: Tensor  # b c g q n
-    decay: Tensor  # b c h q k, 0 above the diagonal and across sequences
-    scores: Tensor  # b c g q k, C B^T
-    from_start: Tensor  # b c q h
-    to_end: Tensor  # b c k h
-    across: Tensor  # b c h, how much of the state before the chunk is left after it
-
-
-class _Scan:
-    """The shapes of one call and the steps of its forward and backward."""
+class _Scan(Chunks):
+    """The steps of one call's forward and backward."""
 
     def __init__(self, x: Tensor, A: Tensor, B: Tensor, chunk_size: int):
-        self.batch, self.seqlen, self.nheads, self.headdim = x.shape
-        self.ngroups, self.d_state = B.shape[2], B.shape[3]
-        self.per_group = self.nheads // self.ngroups
-        self.state_shape = (self.ngroups, self.d_state, self.per_group * self.headdim)  # g n rp
-        self.dtype = compute_dtype(x)
+        super().__init__(x, B, chunk_size)
         self.A = A.to(self.dtype)
-        self.chunk = min(chunk_size, _CHUNK)
-        per_chunk = max(1, self.batch * self.nheads * self.chunk**2)
-        self.segment = max(1, _SEGMENT_ELEMENTS // per_chunk) * self.chunk
-        self.new = x.new_empty
-
-    def segments(self) -> list[slice]:
-        return [slice(i, min(i + self.segment, self.seqlen)) for i in range(0, self.seqlen, self.segment)]
 
     def initial(self, state: Tensor | None) -> Tensor:
         """(b, h, p, n) -> (b, g, n, rp)"""
         if state is None:
-            return self.new(self.batch, *self.state_shape, dtype=self.dtype).zero_()
+            return self.no_state()
         return (
             state.to(self.dtype)
             .reshape(self.batch, self.ngroups, self.state_shape[2], self.d_state)
@@ -354,124 +346,85 @@ class _Scan:
         """(b, g, n, rp) -> (b, h, p, n)"""
         return state.transpose(2, 3).reshape(self.batch, self.nheads, self.headdim, self.d_state).contiguous()
 
-    def load(self, tokens, x, dt, B, C, dt_bias, dt_softplus, dt_limit, seq_idx) -> _Segment:
-        dt = self._chunks(step_size(dt[:, tokens], dt_bias, dt_softplus, dt_limit, self.dtype))
-        B, C = (self._chunks(t[:, tokens].to(self.dtype)).transpose(2, 3).contiguous() for t in (B, C))
+    def load(self, tokens, x, dt, B, C, dt_bias, dt_softplus, dt_limit, seq_idx) -> "_Segment":
+        dt = self.cut(step_size(dt[:, tokens], dt_bias, dt_softplus, dt_limit, self.dtype))
         total = torch.cumsum(dt * self.A, dim=2).transpose(2, 3)  # b c h q, the log decay from the chunk's start
         length = total.shape[-1]
         seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        from_start, to_end = total, total[..., -1:] - total
-        across = total[..., -1]
+        read, keep, across = total, total[..., -1:] - total, total[..., -1]
         if seq_idx is not None:
             starts = sequence_starts(seq_idx)[:, tokens]
-            run = self._chunks(starts.int().cumsum(dim=1), repeat_last=True)[:, :, None]  # b c 1 q
-            first = run[..., :1] - self._chunks(starts.int())[:, :, None, :1]  # the run the chunk continues
+            run = self.cut(starts.int().cumsum(dim=1), repeat_last=True)[:, :, None]  # b c 1 q
+            first = run[..., :1] - self.cut(starts.int())[:, :, None, :1]  # the run the chunk continues
             seen = seen & (run[..., :, None] == run[..., None, :])
-            from_start = from_start.masked_fill(run != first, -torch.inf)
-            to_end = to_end.masked_fill(run != run[..., -1:], -torch.inf)
+            read = read.masked_fill(run != first, -torch.inf)
+            keep = keep.masked_fill(run != run[..., -1:], -torch.inf)
             across = across.masked_fill(run[..., -1] != first[..., 0], -torch.inf)
-        decay = (total[..., :, None] - total[..., None, :]).masked_fill_(~seen, -torch.inf).exp_()
-        return _Segment(
-            tokens=tokens.stop - tokens.start,
-            x=self._chunks(x[:, tokens].to(self.dtype)),
+        scan = Direction(
+            chunks=self,
+            x=self.cut(x[:, tokens].to(self.dtype)),
             dt=dt,
-            B=B,
-            C=C,
-            decay=decay,
-            scores=C @ B.transpose(-1, -2),
-            from_start=from_start.exp().transpose(2, 3),
-            to_end=to_end.exp().transpose(2, 3),
+            B=self.cut_by_group(B[:, tokens]),
+            C=self.cut_by_group(C[:, tokens]),
+            read=read.exp().transpose(2, 3),
+            keep=keep.exp().transpose(2, 3),
             across=across.exp(),
+            backward=False,
         )
+        decay = (total[..., :, None] - total[..., None, :]).masked_fill_(~seen, -torch.inf).exp_()
+        return _Segment(tokens.stop - tokens.start, scan, decay, scan.C @ scan.B.transpose(-1, -2))
 
-    def _chunks(self, rows: Tensor, repeat_last: bool = False) -> Tensor:
-        """(b, s, ...) -> (b, c, q, ...), padded behind: a step of size 0 leaves the state as it is."""
-        chunk = min(self.chunk, rows.shape[1])
-        missing = -rows.shape[1] % chunk
-        if missing:
-            filling = rows[:, -1:] if repeat_last else torch.zeros_like(rows[:, -1:])
-            rows = torch.cat([rows, filling.expand(-1, missing, *rows.shape[2:])], dim=1)
-        return rows.unflatten(1, (-1, chunk))
-
-    def rows(self, chunks: Tensor) -> Tensor:
-        """(b, c, q, ...) -> (b, s, ...)"""
-        return chunks.flatten(1, 2)
-
-    def _by_group(self, t: Tensor) -> Tensor:
-        """(b, c, q, h, p) -> (b, c, g, q, rp)"""
-        return t.unflatten(3, (self.ngroups, self.per_group)).transpose(2, 3).flatten(4)
-
-    def _by_head(self, t: Tensor) -> Tensor:
-        """(b, c, g, q, rp) -> (b, c, q, h, p)"""
-        return t.unflatten(4, (self.per_group, self.headdim)).transpose(2, 3).flatten(3, 4)
-
-    def _attention(self, part: _Segment) -> Tensor:
+    def _attention(self, part: "_Segment") -> Tensor:
         """(b, c, h, q, k): the weight of token k's dt x in the output of token q."""
-        scores = part.scores[:, :, :, None]  # b c g 1 q k
-        return (part.decay.unflatten(2, (self.ngroups, self.per_group)) * scores).flatten(2, 3)
+        return (part.decay.unflatten(2, (self.ngroups, -1)) * self.per_head(part.scores)).flatten(2, 3)
 
-    def _chain(self, gained: Tensor, across: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The state before each chunk and the one after the last: state -> across * state + gained, chunk by chunk."""
-        across = across.repeat_interleave(self.headdim, dim=2).unflatten(2, (self.ngroups, 1, -1))  # b c g 1 rp
-        states = []
-        for c in range(gained.shape[1]):
-            states.append(state)
-            state = torch.addcmul(gained[:, c], across[:, c], state)
-        return torch.stack(states, dim=1), state
-
-    def chunk_states(self, part: _Segment, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The state before each chunk, (b, c, g, n, rp), and the state after the segment."""
-        left = part.x * (part.to_end * part.dt)[..., None]
-        return self._chain(part.B.transpose(-1, -2) @ self._by_group(left), part.across, state)
-
-    def outputs(self, part: _Segment, before_chunk: Tensor) -> Tensor:
+    def outputs(self, part: "_Segment", entering: Tensor) -> Tensor:
         """y (b, s, h, p), before the skip connection and the gate."""
-        x = (part.x * part.dt[..., None]).transpose(2, 3)  # b c h k p
+        scan = part.scan
+        x = (scan.x * scan.dt[..., None]).transpose(2, 3)  # b c h k p
         y = (self._attention(part) @ x).transpose(2, 3)
-        y = y.addcmul(self._by_head(part.C @ before_chunk), part.from_start[..., None])
-        return self.rows(y)[:, : part.tokens]
+        return self.rows(y + scan.outputs(entering), part.tokens)
 
     def backward(
-        self, part: _Segment, before_chunk: Tensor, d_y: Tensor, d_state: Tensor
+        self, part: "_Segment", entering: Tensor, d_y: Tensor, d_state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of x, of dt as a factor of x, of the log decay dt A, of B, C and of the state before the segment.
 
         `d_state` is the gradient of the state after the segment.
         """
-        d_y = self._chunks(d_y)  # b c q h p
-        weighted_x = part.x * part.dt[..., None]
-        # through the states: d_after is the gradient of the state after each chunk
-        d_reaching = self._by_group(d_y * part.from_start[..., None])  # b c g q rp
-        from_outputs = part.C.transpose(-1, -2) @ d_reaching
-        d_after, d_state = self._chain(from_outputs.flip(1), part.across.flip(1), d_state)
-        d_after = d_after.flip(1)
-        d_C = d_reaching @ before_chunk.transpose(-1, -2)
-        d_total = (self._by_head(part.C @ before_chunk) * d_y).sum(dim=-1) * part.from_start  # b c q h
-        d_left = self._by_head(part.B @ d_after)  # b c k h p, of to_end dt x
-        d_B = self._by_group(weighted_x * part.to_end[..., None]) @ d_after.transpose(-1, -2)
-        d_wx = d_left * part.to_end[..., None]  # b c k h p, of dt x
-        at_end = (d_wx * weighted_x).sum(dim=-1)  # b c k h
-        d_total -= at_end
-        d_last = at_end.sum(dim=2)
-        kept = (d_after * before_chunk).sum(dim=3).unflatten(3, (self.per_group, self.headdim)).sum(dim=-1).flatten(2)
-        d_last += kept * part.across
+        scan = part.scan
+        d_y = self.cut(d_y)  # b c q h p
+        d_leaving, d_state = scan.state_gradients(d_y, d_state)
+        through_states = scan.gradients(d_y, entering, d_leaving)
         # through the chunk's own matrix
         attention = self._attention(part)
-        d_y, weighted_x = d_y.transpose(2, 3), weighted_x.transpose(2, 3)  # b c h q p
-        d_wx += (attention.transpose(-1, -2) @ d_y).transpose(2, 3)
+        d_y, weighted_x = d_y.transpose(2, 3), (scan.x * scan.dt[..., None]).transpose(2, 3)  # b c h q p
+        d_weighted_x = (attention.transpose(-1, -2) @ d_y).transpose(2, 3)
         d_attention = d_y @ weighted_x.transpose(-1, -2)  # b c h q k
         d_exponent = attention.mul_(d_attention)
-        d_total += (d_exponent.sum(dim=-1) - d_exponent.sum(dim=-2)).transpose(2, 3)
         d_scores = d_attention.mul_(part.decay).unflatten(2, (self.ngroups, self.per_group)).sum(dim=3)
-        d_C += d_scores @ part.B
-        d_B += d_scores.transpose(-1, -2) @ part.C
-        d_total[:, :, -1] += d_last
-        d_log_decay = d_total.flip(2).cumsum(dim=2).flip(2)  # the total is a sum over all tokens before
-        d_x = d_wx * part.dt[..., None]
-        d_dt = (d_wx * part.x).sum(dim=-1)
-        grads = (d_x, d_dt, d_log_decay, d_B.transpose(2, 3), d_C.transpose(2, 3))
-        d_x, d_dt, d_log_decay, d_B, d_C = (self.rows(t)[:, : part.tokens] for t in grads)
+        d_total = (d_exponent.sum(dim=-1) - d_exponent.sum(dim=-2)).transpose(2, 3)
+        d_total += through_states.log_read - through_states.log_keep
+        d_total[:, :, -1] += through_states.log_keep.sum(dim=2) + through_states.log_across
+        grads = (
+            (d_weighted_x * scan.dt[..., None]).add_(through_states.x),
+            (d_weighted_x * scan.x).sum(dim=-1).add_(through_states.dt),
+            d_total.flip(2).cumsum(dim=2).flip(2),  # the total is a sum over all tokens before
+            (d_scores.transpose(-1, -2) @ scan.C).add_(through_states.B).transpose(2, 3),
+            (d_scores @ scan.B).add_(through_states.C).transpose(2, 3),
+        )
+        d_x, d_dt, d_log_decay, d_B, d_C = (self.rows(t, part.tokens) for t in grads)
         return d_x, d_dt, d_log_decay, d_B, d_C, d_state
+
+
+@dataclass
+class _Segment:
+    """One segment's tensors in float, cut into chunks."""
+
+    tokens: int
+    scan: Direction
+    decay: Tensor  # b c h q k, 0 above the diagonal and across sequences
+    scores: Tensor  # b c g q k, C B^T
 
 
 # --- checks --------------------------------------------------------------------------------------------------------

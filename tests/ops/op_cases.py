@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_ssm.ops import causal_conv1d, selective_scan, ssd
+from hf_ssm.ops import causal_conv1d, centred_conv1d, quasiseparable, selective_scan, ssd
 from hf_ssm.ops.backends import OPERATORS
 
 DEVICE = "cpu"
@@ -30,12 +30,13 @@ class Operator:
     """An operator as the tests see it: how to call it, how to make inputs, which axes its inputs have."""
 
     name: str
-    function: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., Any]  # returns (out, final_state) if the operator is causal, else out
     inputs: Callable[..., dict[str, Tensor]]
-    per_token: tuple[str, ...]  # inputs that are (batch, seqlen, ...); `initial_state` is (batch, ...)
+    per_token: tuple[str, ...]  # inputs that are (batch, seqlen, ...)
     options: dict[str, Any] = field(default_factory=dict)
+    causal: bool = True  # `initial_state` is (batch, ...) and that of a row's first sequence; else it is one for all
 
-    def __call__(self, backend: str, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def __call__(self, backend: str, **options: Any) -> Callable[..., Any]:
         return partial(self.function, backend=backend, **{**self.options, **options})
 
     def tokens(self, tensors: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
@@ -43,7 +44,7 @@ class Operator:
         return {name: t[:, index] if name in self.per_token else t for name, t in tensors.items()}
 
     def row(self, tensors: dict[str, Tensor], row: int) -> dict[str, Tensor]:
-        rows = (*self.per_token, "initial_state")
+        rows = (*self.per_token, "initial_state") if self.causal else self.per_token
         return {name: t[row : row + 1] if name in rows else t for name, t in tensors.items()}
 
 
@@ -134,15 +135,63 @@ def ssd_inputs(
     return tensors
 
 
+def centred_inputs(
+    batch=2, seqlen=23, channels=6, width=5, *, bias=True, initial_state=False, seed=0
+) -> dict[str, Tensor]:
+    """There is no state, whatever `initial_state` says."""
+    return conv_inputs(batch, seqlen, channels, width, bias=bias, initial_state=False, seed=seed)
+
+
+def quasiseparable_inputs(
+    batch=2,
+    seqlen=23,
+    nheads=4,
+    headdim=3,
+    ngroups=2,
+    d_state=5,
+    *,
+    diagonal=True,
+    D=True,
+    dt_bias=True,
+    initial_state=True,
+    seed=0,
+) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    tensors = {"x": draw(g, batch, seqlen, nheads, headdim)}
+    tensors |= {f"dt_{side}": draw(g, batch, seqlen, nheads) for side in ("forward", "backward")}
+    tensors["A"] = -torch.exp(draw(g, nheads))
+    for side in ("forward", "backward"):
+        tensors |= {f"{name}_{side}": draw(g, batch, seqlen, ngroups, d_state) for name in "BC"}
+    if diagonal:
+        tensors["diagonal"] = draw(g, batch, seqlen, nheads)
+    if D:
+        tensors["D"] = draw(g, nheads)
+    if dt_bias:
+        tensors["dt_bias"] = draw(g, nheads)
+    if initial_state:
+        tensors["initial_state"] = draw(g, nheads, headdim, d_state)
+    return tensors
+
+
 def positive_steps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """For calls without softplus: a negative step lets the state grow beyond what a tolerance can tell apart."""
-    return {name: t.abs() if name in ("dt", "dt_bias") else t for name, t in tensors.items()}
+    return {name: t.abs() if name.startswith("dt") else t for name, t in tensors.items()}
 
 
 CONV = Operator("causal_conv1d", causal_conv1d, conv_inputs, ("x",), {"activation": "silu"})
 SCAN = Operator("selective_scan", selective_scan, scan_inputs, ("x", "dt", "B", "C", "z"), {"dt_softplus": True})
 SSD = Operator("ssd", ssd, ssd_inputs, ("x", "dt", "B", "C", "z"), {"dt_softplus": True})
-ALL = (CONV, SCAN, SSD)
+CENTRED = Operator("centred_conv1d", centred_conv1d, centred_inputs, ("x",), {"activation": "silu"}, causal=False)
+QUASISEPARABLE = Operator(
+    "quasiseparable",
+    quasiseparable,
+    quasiseparable_inputs,
+    ("x", "dt_forward", "dt_backward", "B_forward", "C_forward", "B_backward", "C_backward", "diagonal"),
+    {"dt_softplus": True},
+    causal=False,
+)
+CAUSAL = (CONV, SCAN, SSD)
+ALL = (*CAUSAL, CENTRED, QUASISEPARABLE)
 
 
 def usable(operator: str) -> list[str]:
@@ -161,14 +210,14 @@ EVERY_IDS = [f"{operator.name}-{backend}" for operator, backend in EVERY]
 
 def set_chunks(monkeypatch, operator: str, tensors: dict[str, Tensor], chunk: int, per_segment: int) -> None:
     """Make the `torch` backend work in chunks of `chunk` tokens and segments of `per_segment` chunks."""
-    if operator == "causal_conv1d":  # has no chunks
+    if operator.endswith("conv1d"):  # has no chunks
         return
-    module = importlib.import_module(f"hf_ssm.ops.{operator}")
     batch = max(1, tensors["x"].shape[0])
     if operator == "selective_scan":
-        elements = batch * chunk * tensors["A"].numel()
+        module, elements = "selective_scan", batch * chunk * tensors["A"].numel()
     else:
-        elements = batch * chunk**2 * tensors["x"].shape[2]
+        module, elements = "chunks", batch * chunk**2 * tensors["x"].shape[2]
+    module = importlib.import_module(f"hf_ssm.ops.{module}")
     monkeypatch.setattr(module, "_CHUNK", chunk)
     monkeypatch.setattr(module, "_SEGMENT_ELEMENTS", elements * per_segment)
 
@@ -179,27 +228,33 @@ def cast(tensors: dict[str, Tensor], dtype: torch.dtype | dict[str, torch.dtype]
     return {name: t.to(wanted[name]) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
+def tensors_of(result: Any) -> tuple[Tensor, ...]:
+    """(out, final_state) of a causal operator's result, (out,) of another's."""
+    return result if isinstance(result, tuple) else (result,)
+
+
 def outputs_and_grads(
-    function: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str, Tensor], through: str = "both"
+    function: Callable[..., Any], tensors: dict[str, Tensor], through: str = "both"
 ) -> dict[str, Tensor]:
-    """`out`, `final_state` and `d_<input>` of every floating input, for random cotangents drawn from shapes alone.
+    """`out`, `final_state` if there is one, and `d_<input>` of every floating input, for random cotangents drawn from
+    shapes alone.
 
     `through`: whether the loss depends on "out", on the final "state" or on "both".
     """
     leaves = {name: t.detach().clone().requires_grad_() if t.is_floating_point() else t for name, t in tensors.items()}
-    out, state = function(**leaves)
+    outputs = dict(zip(("out", "final_state"), tensors_of(function(**leaves)), strict=False))
     g = torch.Generator().manual_seed(1)
-    cotangents = {"out": draw(g, *out.shape), "state": draw(g, *state.shape)}
+    cotangents = {name: draw(g, *value.shape) for name, value in outputs.items()}
     loss = sum(
         (value * cotangents[name].to(value.dtype)).sum()
-        for name, value in (("out", out), ("state", state))
-        if through in (name, "both")
+        for name, value in outputs.items()
+        if through == "both" or name.endswith(through)
     )
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}
     grads = [None] * len(wanted)  # nothing but padding leads to no input
     if loss.requires_grad:
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    results = {"out": out.detach(), "final_state": state.detach()}
+    results = {name: value.detach() for name, value in outputs.items()}
     for (name, leaf), grad in zip(wanted.items(), grads, strict=True):
         results[f"d_{name}"] = torch.zeros_like(leaf) if grad is None else grad
     return results
@@ -223,29 +278,29 @@ def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: floa
 
 def documents_alone(
     operator: Operator, documents: list[list[list[int]]], backend: str = "reference", **options: Any
-) -> Callable[..., tuple[Tensor, Tensor]]:
+) -> Callable[..., Any]:
     """The meaning of `seq_idx` and `mask`: every document of every row run by itself, without padding.
 
     `documents[row][i]` lists the positions of the row's i-th document; positions in none are padding. The initial
-    state belongs to a row's first document, the final state is that of its last.
+    state of a causal operator belongs to a row's first document, the final state is that of its last.
     """
 
-    def run(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def run(**tensors: Tensor) -> Any:
         outs, states = [], []
         call = operator(backend, **options)
         for row, row_documents in enumerate(documents):
             given = operator.row(tensors, row)
             out = torch.zeros_like(given["x"])
-            _, state = call(**operator.tokens(given, slice(0, 0)))  # what a row without tokens ends in
+            state = tensors_of(call(**operator.tokens(given, slice(0, 0))))[1:]  # what a row without tokens ends in
             for i, positions in enumerate(row_documents):
                 document = operator.tokens(given, positions)
-                if i > 0 and "initial_state" in document:
+                if operator.causal and i > 0 and "initial_state" in document:
                     document["initial_state"] = torch.zeros_like(document["initial_state"])
-                part, state = call(**document)
+                part, *state = tensors_of(call(**document))
                 out = out.index_copy(1, torch.tensor(positions, device=out.device), part)
             outs.append(out)
-            states.append(state)
-        return torch.cat(outs), torch.cat(states)
+            states.extend(state)
+        return (torch.cat(outs), torch.cat(states)) if operator.causal else torch.cat(outs)
 
     return run
 

@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases import (
     ALL,
+    CAUSAL,
+    CENTRED,
     CONV,
     DEVICE,
     EVERY,
     EVERY_IDS,
+    QUASISEPARABLE,
     SCAN,
-    SSD,
     TOLERANCE,
     assert_near,
     cast,
@@ -26,9 +28,14 @@ from op_cases import (
     packed_rows,
     positive_steps,
     set_chunks,
+    tensors_of,
 )
 
 every = pytest.mark.parametrize(("operator", "backend"), EVERY, ids=EVERY_IDS)
+every_causal = pytest.mark.parametrize(
+    ("operator", "backend"),
+    [pytest.param(*case, id=name) for case, name in zip(EVERY, EVERY_IDS, strict=True) if case[0].causal],
+)
 every_operator = pytest.mark.parametrize("operator", ALL, ids=lambda operator: operator.name)
 
 
@@ -155,7 +162,7 @@ def test_padding_of_a_longer_convolution_state(operator, backend, extra):
 @pytest.mark.parametrize("options", [{"dt_softplus": False}, {"dt_softplus": True, "dt_limit": (0.3, 0.9)}], ids=str)
 def test_padding_takes_no_step_whatever_the_step_size(operator, backend, options):
     """A lower limit of the step size must not give padding one, nor a bias without softplus."""
-    if operator is CONV or (operator is SCAN and "dt_limit" in options):
+    if operator in (CONV, CENTRED) or (operator is SCAN and "dt_limit" in options):
         options = {}
     rows = PADDED["packed, padding between"]
     documents = documents_of(rows)
@@ -235,7 +242,7 @@ def in_parts(operator, backend: str, cuts: list[int], seqlen: int, **options):
     return run
 
 
-@every
+@every_causal
 @settings(max_examples=15)
 @given(data=st.data(), initial_state=st.booleans(), chunk=st.integers(1, 6), seed=st.integers(0, 99))
 def test_any_cut_is_no_cut(operator, backend, data, initial_state, chunk, seed):
@@ -274,8 +281,14 @@ def test_nothing_to_do(operator, backend, batch, seqlen, rows, initial_state):
         options = {"seq_idx": torch.zeros(0, seqlen, dtype=torch.int64), "mask": torch.ones(0, seqlen).bool()}
     options = {name: t for name, t in options.items() if rows in (name, "both")}
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    out, state = operator(backend, **options)(**leaves)
+    out, *states = tensors_of(operator(backend, **options)(**leaves))
     assert out.shape == tensors["x"].shape
+    if not operator.causal:
+        if out.requires_grad:
+            out.sum().backward()
+        assert not any(leaf.grad.any() for leaf in leaves.values() if leaf.grad is not None)
+        return
+    (state,) = states
     assert state.shape[0] == batch
     if initial_state:
         assert torch.equal(state, tensors["initial_state"])
@@ -330,9 +343,10 @@ def test_layout_of_cotangents_does_not_matter(operator, backend):
     tensors = {name: t.requires_grad_() for name, t in operator.inputs().items()}
     grads = []
     for function in (operator(backend), operator("reference")):
-        out, state = function(**tensors)
+        out, *states = tensors_of(function(**tensors))
         weight = torch.arange(out.numel(), dtype=out.dtype, device=out.device).view(out.mT.shape).sin()
-        loss = out.sum() + state.sum() + (out.mT.contiguous() * weight).sum() + state.mT.contiguous().square().sum()
+        loss = out.sum() + (out.mT.contiguous() * weight).sum()
+        loss = loss + sum(state.sum() + state.mT.contiguous().square().sum() for state in states)
         grads.append(dict(zip(tensors, torch.autograd.grad(loss, list(tensors.values())), strict=True)))
     assert_near(*grads)
 
@@ -344,9 +358,9 @@ def test_inputs_are_left_as_they_are(operator, backend):
     tensors = operator.inputs(seqlen=24)
     before = {name: t.clone() for name, t in (*tensors.items(), *rows.items())}
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
-    out, state = operator(backend, **rows)(**leaves)
-    cotangents = torch.ones_like(out), torch.ones_like(state)
-    torch.autograd.backward((out, state), cotangents)
+    results = tensors_of(operator(backend, **rows)(**leaves))
+    cotangents = [torch.ones_like(result) for result in results]
+    torch.autograd.backward(results, cotangents)
     assert all(torch.equal(value, before[name]) for name, value in (*tensors.items(), *rows.items()))
     assert all((cotangent == 1).all() for cotangent in cotangents)
 
@@ -382,22 +396,22 @@ def test_autocast_changes_nothing(operator, backend, seqlen):
 def test_results_have_the_documented_dtypes(operator, backend, seqlen):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         tensors = cast(operator.inputs(seqlen=seqlen), dtype)
-        out, state = operator(backend)(**tensors)
+        out, *states = tensors_of(operator(backend)(**tensors))
         assert out.dtype == dtype
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        assert state.dtype == (dtype if operator is CONV else state_dtype)
+        assert all(state.dtype == (dtype if operator is CONV else state_dtype) for state in states)
 
 
 @every
 def test_no_state_without_gradient(operator, backend):
     tensors = operator.inputs(seqlen=9)
     with torch.no_grad():
-        out, state = operator(backend)(**tensors)
+        results = tensors_of(operator(backend)(**tensors))
     with torch.inference_mode():
-        again, state_again = operator(backend)(**tensors)
-    assert not out.requires_grad
-    assert torch.equal(out, again)
-    assert torch.equal(state, state_again)
+        again = tensors_of(operator(backend)(**tensors))
+    for first, second in zip(results, again, strict=True):
+        assert not first.requires_grad
+        assert torch.equal(first, second)
 
 
 # --- autograd, torch.library, torch.compile ------------------------------------------------------------------------
@@ -421,35 +435,50 @@ def test_gradcheck(monkeypatch, operator, backend, packed):
 @every_operator
 def test_second_derivative_is_refused(operator):
     tensors = {name: t.requires_grad_() for name, t in operator.inputs(seqlen=6).items()}
-    out, _ = operator("torch")(**tensors)
+    out = tensors_of(operator("torch")(**tensors))[0]
     (grad,) = torch.autograd.grad(out.square().sum(), tensors["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match=f"{operator.name}_backward"):
+    with pytest.raises(RuntimeError, match=f"{library_name(operator)}_backward"):
         grad.sum().backward()
+
+
+def library_name(operator) -> str:
+    """One op computes both convolutions."""
+    return "conv1d" if operator in (CONV, CENTRED) else operator.name
+
+
+SCANNED = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
+SCHEMAS = {  # inputs in the order of the op's arguments, its options behind seq_idx, what an input can do without
+    "causal_conv1d": (("x", "weight", "bias", "initial_state"), [True, 0], {"bias": False, "initial_state": False}),
+    "centred_conv1d": (("x", "weight", "bias", "initial_state"), [True, 2], {"bias": False}),
+    "selective_scan": (SCANNED, [True], {"D": False, "z": False, "dt_bias": False, "initial_state": False}),
+    "ssd": (SCANNED, [True, 0.0, float("inf"), 4], {"D": None, "z": False, "dt_bias": False, "initial_state": False}),
+    "quasiseparable": (
+        ("x", "dt_forward", "dt_backward", "A", "B_forward", "C_forward", "B_backward", "C_backward", "diagonal"),
+        [4],
+        {"diagonal": False},
+    ),
+}
 
 
 def schema_samples(operator):
     """(the op, its arguments) of the `torch` backend, as `torch.library.opcheck` takes them: all options and none."""
-    op = getattr(torch.ops.hf_ssm, operator.name).default
-    backward = getattr(torch.ops.hf_ssm, f"{operator.name}_backward").default
-    nothing = {
-        "causal_conv1d": {"bias": False, "initial_state": False},
-        "selective_scan": {"D": False, "z": False, "dt_bias": False, "initial_state": False},
-        "ssd": {"D": None, "z": False, "dt_bias": False, "initial_state": False},
-    }[operator.name]
-    options = [True, 0.0, float("inf"), 4] if operator is SSD else [True]
-    scan = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
-    inputs = ("x", "weight", "bias", "initial_state") if operator is CONV else scan
+    op = getattr(torch.ops.hf_ssm, library_name(operator)).default
+    backward = getattr(torch.ops.hf_ssm, f"{library_name(operator)}_backward").default
+    inputs, options, nothing = SCHEMAS[operator.name]
     for dtype, kwargs in ((torch.float32, {}), (torch.bfloat16, nothing)):
         tensors = cast(operator.inputs(seqlen=9, **kwargs), dtype)
-        if "initial_state" in tensors and operator is not CONV:
-            tensors["initial_state"] = tensors["initial_state"].float()
+        for name in ("initial_state", "diagonal", "dt_forward", "dt_backward"):  # as the public function passes them
+            if name in tensors and operator is not CONV:
+                tensors[name] = tensors[name].float()
         seq_idx = None if kwargs else packed_rows(consecutive([[3, 6], [5, 4]]), 9)["seq_idx"]
         given = [tensors.get(name) for name in inputs]
         yield op, (*[None if t is None else t.requires_grad_() for t in given], seq_idx, *options)
         given = [None if t is None else t.detach() for t in given]
         results = op(*given, seq_idx, *options)
-        if operator is CONV:
+        if operator in (CONV, CENTRED):
             yield backward, (torch.ones_like(results), *given, seq_idx, *options)
+        elif operator is QUASISEPARABLE:
+            yield backward, (torch.ones_like(results[0]), *given, seq_idx, *results[1:], *options)
         else:
             out, final_state, before_segment = results
             for d_final in (None, torch.ones_like(final_state)):
@@ -481,7 +510,7 @@ def test_compiles_without_graph_breaks(monkeypatch, operator, segments):
         assert_near(got, want, TOLERANCE[torch.float32])
 
 
-@every_operator
+@pytest.mark.parametrize("operator", CAUSAL, ids=lambda operator: operator.name)
 def test_compiled_decoding(operator):
     """One token with a state, under autocast too."""
     torch.compiler.reset()
