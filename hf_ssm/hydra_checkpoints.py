@@ -12,9 +12,9 @@ from hf_ssm.convert import UnknownCheckpoint
 # --- configurations ------------------------------------------------------------------------------------------------
 
 # field of the authors' BertConfig -> field of ours, where they differ
-_RENAMED: dict[str, str] = {"d_state": "state_size", "headdim": "head_dim", "d_conv": "conv_kernel"}
+_RENAMED = {"d_state": "state_size", "headdim": "head_dim", "d_conv": "conv_kernel"}
 # what the authors' classes use where config.json says nothing and our default differs
-_ORIGINAL_DEFAULTS = {"vocab_size": 30522, "num_hidden_layers": 12}
+_ORIGINAL_DEFAULTS: dict[str, Any] = {"vocab_size": 30522, "num_hidden_layers": 12}
 # fields of attention, of MLPs and of the other matrix mixers, which a Hydra does not have
 _NO_EFFECT = {
     "model_type",

@@ -20,6 +20,7 @@ class Architecture:
 
     config: str
     models: dict[str, str]  # Auto class -> model class
+    image_processor: str | None = None  # a class of transformers, whose variant on PIL has the suffix Pil
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -52,6 +53,7 @@ ARCHITECTURES = {  # model_type -> its classes
     "hydra": Architecture(
         config="HydraConfig",
         models={"AutoModel": "HydraModel"} | {f"AutoModelFor{head}": f"HydraFor{head}" for head in _HYDRA_HEADS},
+        image_processor="ViTImageProcessor",
     ),
 }
 
@@ -85,6 +87,16 @@ def _register_models() -> None:
             if not isinstance(mapping._extra_content, _LoadedOnAccess):
                 mapping._extra_content = _LoadedOnAccess(mapping._extra_content)
             mapping.register(load(architecture.config), _ClassName(model), exist_ok=True)
+
+
+def _register_image_processors() -> None:
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+
+    for architecture in ARCHITECTURES.values():
+        name = architecture.image_processor
+        if name is not None:  # by name, so that what a backend needs is imported when it is chosen
+            backends = {"torchvision": name, "pil": f"{name}Pil"}
+            IMAGE_PROCESSOR_MAPPING.register(load(architecture.config), backends, exist_ok=True)
 
 
 class _ClassName(str):
@@ -132,6 +144,7 @@ def _let_peft_adapt_every_projection() -> None:
 _AFTER_IMPORT: dict[str, Callable[[], None]] = {
     "transformers.models.auto.configuration_auto": _register_configurations,
     "transformers.models.auto.modeling_auto": _register_models,
+    "transformers.models.auto.image_processing_auto": _register_image_processors,
     "peft.tuners.tuners_utils": _let_peft_adapt_every_projection,
 }
 

@@ -107,11 +107,24 @@ class HydraLayer(GradientCheckpointingLayer):
         norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
         self.layer = nn.ModuleDict({"mixer": HydraMixer(config), "norm": norm})
 
-    def forward(self, hidden_states: Tensor, seq_idx: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        seq_idx: Tensor | None = None,
+        mask: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """(b, l, d) -> (b, l, d), with zeros where `padding` (b, l, 1) is True; the mixer's operators get the rest."""
         mixer, norm = self.layer["mixer"], self.layer["norm"]
         if self.is_prenorm:
-            return hidden_states + mixer(norm(hidden_states), seq_idx, mask)
-        return norm(hidden_states + mixer(hidden_states, seq_idx, mask))
+            hidden_states = hidden_states + mixer(norm(hidden_states), seq_idx, mask)
+        else:
+            hidden_states = norm(hidden_states + mixer(hidden_states, seq_idx, mask))
+        return without(padding, hidden_states)
+
+
+def without(padding: Tensor | None, hidden_states: Tensor) -> Tensor:
+    return hidden_states if padding is None else hidden_states.masked_fill(padding, 0)
 
 
 class HydraEncoder(nn.Module):
@@ -125,10 +138,13 @@ class HydraEncoder(nn.Module):
             self.norm_f = LayerNorm(config.hidden_size, eps=config.embedding_norm_epsilon)
 
     def forward(self, hidden_states: Tensor, seq_idx: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """(b, l, d) -> (b, l, d), zeros where `mask` is False: padding looks the same however the operators skip it."""
+        padding = None if mask is None else ~mask[..., None]
         seq_idx, mask = padding_as_sequences(seq_idx, mask)
+        hidden_states = without(padding, hidden_states)
         for layer in self.layer:
-            hidden_states = layer(hidden_states, seq_idx, mask)
-        return hidden_states if self.norm_f is None else self.norm_f(hidden_states)
+            hidden_states = layer(hidden_states, seq_idx, mask, padding)
+        return hidden_states if self.norm_f is None else without(padding, self.norm_f(hidden_states))
 
 
 class HydraEmbeddings(nn.Module):
@@ -200,7 +216,7 @@ class HydraPooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-        """(b, l, d) -> (b, d). A row without real tokens has mean 0, and its first token for a first real one."""
+        """(b, l, d) -> (b, d). A row without real tokens is pooled as zeros."""
         batch, seqlen = hidden_states.shape[:2]
         if seqlen == 0:
             raise ValueError("cannot pool a sequence of length 0")
@@ -215,11 +231,10 @@ class HydraPooler(nn.Module):
 
 
 def mean_of_real_tokens(hidden_states: Tensor, mask: Tensor | None) -> Tensor:
-    """(b, l, d) -> (b, d)"""
+    """(b, l, d), zeros at padding -> (b, d)"""
     if mask is None:
         return hidden_states.mean(dim=1)
-    total = hidden_states.masked_fill(~mask[..., None], 0).sum(dim=1)
-    return total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return hidden_states.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 class HydraPreTrainedModel(SSMPreTrainedModel):
@@ -278,7 +293,7 @@ class HydraModel(HydraPreTrainedModel):
         Args:
             input_ids: (batch, seqlen) token ids; or `inputs_embeds` (batch, seqlen, hidden_size), word embeddings.
             attention_mask: (batch, seqlen), 0 for padding, which may be anywhere in a row: it is skipped, so the rest
-                of the row does not depend on it. What is returned at padding means nothing.
+                of the row does not depend on it. Hidden states at padding are zeros.
             token_type_ids: (batch, seqlen), below type_vocab_size; zeros if None.
             position_ids: (batch, seqlen) or (1, seqlen); a new sequence begins where they do not increase. With
                 position embeddings they also choose those; by default the real tokens of a sequence are counted.
@@ -616,7 +631,7 @@ class HydraImageModel(HydraPreTrainedModel):
 
 
 class HydraForImageClassification(HydraPreTrainedModel):
-    """The encoder over patches, their mean, LayerNorm, and a linear layer. Paper: section 4.3."""
+    """The encoder over patches, their mean, LayerNorm, and a linear layer."""
 
     main_input_name = "pixel_values"
     input_modalities = ("image",)
