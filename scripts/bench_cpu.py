@@ -218,13 +218,13 @@ def memory_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def header(command: list[str]) -> str:
+def header(command: list[str], sizes: str) -> str:
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     simd = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else platform.machine()
     return (
         f"`{' '.join(command)}`, {time.strftime('%Y-%m-%d')}. hf_ssm {hf_ssm.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} "
-        f"threads, {simd}. 130M sizes, random weights, batch 1.\n"
+        f"threads, {simd}. {sizes[0].upper()}{sizes[1:]}, random weights, batch 1.\n"
     )
 
 
@@ -245,7 +245,7 @@ def main() -> None:
         table = memory_table(memory(arguments.models, arguments.lengths, arguments.training_lengths))
     else:
         table = speed_table(speed(arguments.models, arguments.dtypes, arguments.repeats))
-    text = header(["python", "scripts/bench_cpu.py", *sys.argv[1:]]) + "\n" + table + "\n"
+    text = header(["python", "scripts/bench_cpu.py", *sys.argv[1:]], "130M sizes") + "\n" + table + "\n"
     print(text)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
