@@ -150,7 +150,7 @@ def generate(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a checkpoint.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a checkpoint, or file of Hydra's.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[
         Format, typer.Option(help="hf: transformers' layout; original: that of the authors' code.")
@@ -164,6 +164,8 @@ def convert(
         hf-ssm convert mamba2-130m mamba2-130m-hf
 
         hf-ssm convert mamba2-130m-hf mamba2-130m --to original
+
+        hf-ssm convert latest-rank0.pt hydra
     """
     with _readable_errors():
         from hf_ssm.convert import convert as run

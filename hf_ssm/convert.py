@@ -2,6 +2,7 @@
 
 mamba-ssm (state-spaces/mamba) writes a `config.json` of its own fields and a `pytorch_model.bin`. Its parameter names
 differ from ours in the embedding only, so such a folder loads directly; `convert` rewrites it, in either direction.
+Hydra's are in `hf_ssm.hydra_checkpoints`.
 """
 
 import json
@@ -163,58 +164,96 @@ def convert(
     """Rewrite the checkpoint in `source` in another format, with the tokenizer files beside it.
 
     Args:
-        source: a folder saved by mamba-ssm, by transformers or by this package.
+        source: a folder saved by mamba-ssm, by the authors of Hydra, by transformers or by this package; or a file of
+            weights that Hydra's authors' code has written, see `hf_ssm.hydra_checkpoints`.
         destination: a folder that does not exist yet; it appears only when it is complete.
-        to: "hf" for config.json and model.safetensors, "original" for mamba-ssm's config.json and pytorch_model.bin.
+        to: "hf" for config.json and model.safetensors, "original" for the authors' config.json and pytorch_model.bin.
         dtype: torch dtype to store, such as "bfloat16"; None keeps the source's.
 
     Raises:
-        FileNotFoundError, FileExistsError; UnknownCheckpoint if the source is no such folder, or is incomplete.
+        FileNotFoundError, FileExistsError; UnknownCheckpoint if the source is none of these, or is incomplete.
     """
-    import torch
-
-    from hf_ssm import registry
+    from hf_ssm import hydra_checkpoints
 
     source, destination = Path(source), Path(destination)
-    config_file = source / "config.json"
-    if not config_file.is_file():
-        raise FileNotFoundError(f"{source}: no config.json; expected a folder with a config.json and weights")
     if destination.exists():
         raise FileExistsError(f"{destination} exists already: choose a folder that does not")
-    try:
-        config = json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
-        raise UnknownCheckpoint(f"{config_file} is not valid JSON: {error}") from error
-    model_type = (config_from_original(config) if is_original_config(config) else config).get("model_type")
-    if model_type not in registry.ARCHITECTURES:
-        known = ", ".join(registry.ARCHITECTURES)
-        raise UnknownCheckpoint(f"{config_file}: model_type is {model_type!r}, expected one of {known}")
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype={dtype!r} is no torch dtype; for example 'float32' or 'bfloat16'")
-
-    architecture = registry.ARCHITECTURES[model_type]
-    model_class = registry.load(_saved_class(config, architecture.models))
-    model, info = model_class.from_pretrained(source, dtype=dtype or "auto", output_loading_info=True)
-    wrong = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(name)}
-    if wrong:
-        raise UnknownCheckpoint(f"{source}: the weights do not fit {model_class.__name__}: {_some(wrong)}")
+    config = _config_beside(source)
+    if config is None and hydra_checkpoints.weights_file(source) is None:
+        raise FileNotFoundError(f"{source}: no config.json; expected a folder with a config.json and weights")
+    stored = _torch_dtype(dtype)
+    if config is None or source.is_file() or hydra_checkpoints.is_original_config(config):
+        model = hydra_checkpoints.load_original(source, stored)
+    else:
+        model = _load(source, config, stored)
 
     def write(folder: Path) -> None:
         if to == "original":
             save_original(model, folder)
         else:
             model.save_pretrained(folder)
-        for file in source.iterdir():
-            if file.name.startswith(("tokenizer", "special_tokens_map", "vocab", "merges")) and file.is_file():
+        for file in source.iterdir() if source.is_dir() else []:
+            if file.name.startswith(_KEPT) and file.is_file():
                 shutil.copy2(file, folder / file.name)
 
     return write_whole(destination, write)
 
 
-def save_original(model: Any, folder: str | Path) -> None:
-    """Write a language model as mamba-ssm would: config.json and pytorch_model.bin."""
+_KEPT = ("tokenizer", "special_tokens_map", "vocab", "merges", "preprocessor_config")
+
+
+def _config_beside(source: Path) -> dict[str, Any] | None:
+    """config.json in the folder, or beside the file of weights."""
+    config_file = (source.parent if source.is_file() else source) / "config.json"
+    if not config_file.is_file():
+        return None
+    try:
+        return json.loads(config_file.read_text())
+    except json.JSONDecodeError as error:
+        raise UnknownCheckpoint(f"{config_file} is not valid JSON: {error}") from error
+
+
+def _torch_dtype(dtype: str | None) -> Any:
     import torch
 
+    if dtype is None:
+        return "auto"
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is no torch dtype; for example 'float32' or 'bfloat16'")
+    return found
+
+
+def _load(source: Path, config: dict[str, Any], dtype: Any) -> Any:
+    """The model in a folder of transformers, of this package or of mamba-ssm."""
+    from hf_ssm import registry
+
+    model_type = (config_from_original(config) if is_original_config(config) else config).get("model_type")
+    if model_type not in registry.ARCHITECTURES:
+        known = ", ".join(registry.ARCHITECTURES)
+        raise UnknownCheckpoint(f"{source / 'config.json'}: model_type is {model_type!r}, expected one of {known}")
+    architecture = registry.ARCHITECTURES[model_type]
+    model_class = registry.load(_saved_class(config, architecture.models))
+    return fitting(model_class, source, source, dtype=dtype)
+
+
+def fitting(model_class: Any, where: Path, *args: Any, **kwargs: Any) -> Any:
+    """`model_class.from_pretrained`, or UnknownCheckpoint if the weights are not exactly those of the class."""
+    model, info = model_class.from_pretrained(*args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    wrong = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(name)}
+    if wrong:
+        raise UnknownCheckpoint(f"{where}: the weights do not fit {model_class.__name__}: {_some(wrong)}")
+    return model
+
+
+def save_original(model: Any, folder: str | Path) -> None:
+    """Write config.json and pytorch_model.bin as the authors' code does; mamba-ssm's holds language models only."""
+    import torch
+
+    if model.config.model_type == "hydra":
+        from hf_ssm import hydra_checkpoints
+
+        return hydra_checkpoints.save_original(model, Path(folder))
     config = config_to_original(model.config.to_dict())
     if not hasattr(model, "lm_head"):
         raise UnknownCheckpoint(f"{type(model).__name__}: mamba-ssm's format holds language models only")
@@ -243,7 +282,8 @@ def write_whole(destination: Path, write: Callable[[Path], None]) -> Path:
 
 def _saved_class(config: dict[str, Any], models: dict[str, str]) -> str:
     named = (config.get("architectures") or [None])[0]
-    return named if named in models.values() else models["AutoModelForCausalLM"]
+    usual = next(head for head in ("AutoModelForCausalLM", "AutoModelForMaskedLM") if head in models)
+    return named if named in models.values() else models[usual]
 
 
 def _some(wrong: dict[str, Any], most: int = 3) -> str:

@@ -138,7 +138,7 @@ class HydraEncoder(nn.Module):
             self.norm_f = LayerNorm(config.hidden_size, eps=config.embedding_norm_epsilon)
 
     def forward(self, hidden_states: Tensor, seq_idx: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """(b, l, d) -> (b, l, d), zeros where `mask` is False: padding looks the same however the operators skip it."""
+        """(b, l, d) -> (b, l, d), zeros where `mask` is False: padding is the same however the operators skip it."""
         padding = None if mask is None else ~mask[..., None]
         seq_idx, mask = padding_as_sequences(seq_idx, mask)
         hidden_states = without(padding, hidden_states)
