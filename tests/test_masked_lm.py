@@ -1,6 +1,7 @@
 """Masked language modelling: which tokens are masked, the tokenizer, a whole run, resuming, what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import hf_ssm  # noqa: F401  registers the architectures
 from hf_ssm import data, training
 from hf_ssm.data import DataError, MaskedLMCollator, PackedBlocks, pack, train_tokenizer
 from hf_ssm.objectives import masked_accuracy
-from hf_ssm.recipes import RecipeError, recipe_from_dict
+from hf_ssm.recipes import RecipeError, load_recipe, recipe_from_dict
 from hf_ssm.training import SSMTrainer, train
 
+ROOT = Path(__file__).parents[1]
 MASK = data.MASK
 TEXTS = [f"def f{number}(x):\n    return x + {number}\n" * 4 for number in range(30)]
 TINY = {
@@ -279,6 +281,33 @@ def test_an_interrupted_run_goes_on_with_the_same_losses(
     ]
     assert resumed.metrics["loss"] == whole.metrics["loss"]
     assert resumed.metrics["accuracy"] == whole.metrics["accuracy"]
+
+
+def test_the_papers_optimiser_and_schedule():
+    from transformers import get_scheduler
+
+    recipe = load_recipe(ROOT / "configs/recipes/hydra-base-c4.yaml")
+    settings = dict(recipe.training)
+    arguments = TrainingArguments("unused", use_cpu=True, **settings | {"bf16": False})
+    blocks_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    assert arguments.max_steps * blocks_per_step == pytest.approx(286_720_048, rel=1e-6)
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.AdamW([weight], lr=arguments.learning_rate, weight_decay=arguments.weight_decay)
+    scheduler = get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=arguments.get_warmup_steps(arguments.max_steps),
+        num_training_steps=arguments.max_steps,
+        scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+    )
+    (shape,) = scheduler.lr_lambdas  # of the peak
+    want = {0: 0.0, 2_100: 0.5, 4_200: 1.0, 37_100: 0.51, 70_000: 0.02}
+    assert {step: shape(step) for step in want} == pytest.approx(want)
+    # A step at the peak takes 1e-5 of a weight away, as MosaicML's decoupled AdamW does.
+    optimizer.param_groups[0]["lr"] = arguments.learning_rate
+    weight.grad = torch.zeros(1)
+    optimizer.step()
+    assert 1 - weight.item() == pytest.approx(1e-5, rel=0.05)  # float32 near 1 has steps of 6e-8
 
 
 # ---------------------------------------------------------------- what is refused
