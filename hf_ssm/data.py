@@ -413,9 +413,10 @@ class PackedBlocks(Dataset):
 
 
 class StreamedBlocks(IterableDataset):
-    """Blocks made while training reads them, in the order of `texts()`; begins again when it is exhausted.
+    """Blocks made while training reads them, in the order of `texts()`, over and over again without an end.
 
-    With several loader workers, each takes every n-th document.
+    An end would begin a new epoch, which a resumed `Trainer` cannot find again in data of unknown length. With several
+    loader workers, each takes every n-th document.
     """
 
     def __init__(
@@ -431,12 +432,14 @@ class StreamedBlocks(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        texts = islice(self.texts(), first, None, step)
-        empty = True
-        for ids in pack(texts, self.tokenizer, self.block_length, framed=self.framed):
-            empty = False
-            yield {"input_ids": torch.from_numpy(ids.astype(np.int64))}
-        if empty and worker is None:
+        empty = False
+        while not empty:
+            texts = islice(self.texts(), first, None, step)
+            empty = True
+            for ids in pack(texts, self.tokenizer, self.block_length, framed=self.framed):
+                empty = False
+                yield {"input_ids": torch.from_numpy(ids.astype(np.int64))}
+        if worker is None:  # another worker may have more text
             raise DataError("data.source: the stream leaves no text to train on; change data.validation_fraction")
 
 
