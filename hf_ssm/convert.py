@@ -239,7 +239,7 @@ def _load(source: Path, config: dict[str, Any], dtype: Any) -> Any:
 
 def fitting(model_class: Any, where: Path, *args: Any, **kwargs: Any) -> Any:
     """`model_class.from_pretrained`, or UnknownCheckpoint if the weights are not exactly those of the class."""
-    model, info = model_class.from_pretrained(*args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    model, info = model_class.from_pretrained(*args, output_loading_info=True, **kwargs)
     wrong = {name: info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(name)}
     if wrong:
         raise UnknownCheckpoint(f"{where}: the weights do not fit {model_class.__name__}: {_some(wrong)}")

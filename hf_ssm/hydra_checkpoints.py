@@ -117,7 +117,7 @@ def config_to_original(config: Any) -> dict[str, Any]:
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 _FILES = ("model.safetensors", "pytorch_model.bin", "latest-rank0.pt")
-_POSITION_IDS = "bert.embeddings.position_ids"  # a buffer of the authors' code, always 0, 1, 2, ...
+_POSITION_IDS = "embeddings.position_ids"  # a buffer of the authors' code, always 0, 1, 2, ...
 
 
 def weights_file(source: Path) -> Path | None:
@@ -136,13 +136,14 @@ def load_original(source: Path, dtype: Any) -> Any:
 
     With a config.json beside the weights, that is used; what it does not say is read off the shapes.
     """
+    import torch
+
     from hf_ssm import registry
 
     file = weights_file(source)
     if file is None:
         raise FileNotFoundError(f"{source}: no file of weights; expected {', '.join(_FILES)}, or one file like them")
-    weights = read_weights(file)
-    weights.pop(_POSITION_IDS, None)
+    weights = {name: tensor for name, tensor in read_weights(file).items() if not name.endswith(_POSITION_IDS)}
     config = config_of(weights, file)
     config_file = file.parent / "config.json"
     if config_file.is_file():
@@ -156,6 +157,12 @@ def load_original(source: Path, dtype: Any) -> Any:
         config |= said
     model_class = registry.load(_class_of(weights, config.get("architectures")))
     config = model_class.config_class.from_dict(config)
+    with torch.device("meta"):
+        expected = model_class(config).state_dict()
+    wrong = [name for name, tensor in weights.items() if name in expected and tensor.shape != expected[name].shape]
+    if wrong:
+        shapes = f"{wrong[0]} is {tuple(weights[wrong[0]].shape)} and not {tuple(expected[wrong[0]].shape)}"
+        raise UnknownCheckpoint(f"{file} is not of the sizes that config.json says: {shapes}")
     return fitting(model_class, file, None, config=config, state_dict=weights, dtype=dtype)
 
 
@@ -252,6 +259,6 @@ def save_original(model: Any, folder: Path) -> None:
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.use_position_embeddings:
         positions = torch.arange(model.config.max_position_embeddings)[None]
-        weights[_POSITION_IDS if hasattr(model, "bert") else _POSITION_IDS.removeprefix("bert.")] = positions
+        weights[f"bert.{_POSITION_IDS}" if hasattr(model, "bert") else _POSITION_IDS] = positions
     (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}, indent=4))
     torch.save(weights, folder / "pytorch_model.bin")

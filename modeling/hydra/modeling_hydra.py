@@ -243,7 +243,7 @@ class HydraPreTrainedModel(SSMPreTrainedModel):
     _no_split_modules = ["HydraLayer", "HydraEmbeddings"]
     _can_record_outputs = {"hidden_states": HydraLayer}
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # they set decay rates: an error grows with the length
-    _keys_to_ignore_on_load_unexpected = [r"bert\.embeddings\.position_ids"]
+    _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
