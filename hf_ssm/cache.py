@@ -6,10 +6,11 @@ tells the states after fewer tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 
 States = tuple[Tensor, Tensor]  # the convolution's (batch, d_conv, channels) and the scan's
@@ -42,6 +43,41 @@ class RecurrentCache(DynamicCache):
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
         self._prepare()
+
+    @classmethod
+    def adopt(cls, cache: Cache, config: PreTrainedConfig) -> Self:
+        """Make one of a new cache made by `DynamicCache(...)`, in place: its owner keeps using it.
+
+        Raises ValueError for a cache that belongs to another kind of model, or that another implementation has filled.
+        """
+        if type(cache) is cls and len(cache.layers) == config.num_hidden_layers:
+            return cache
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}, expected a {cls.__name__}(config)")
+        layers, expected = cache.layers, DynamicCache(config=config).layers
+        if not layers:  # DynamicCache() without a config makes its layers when they are first written to
+            layers.extend(expected)
+        if len(layers) != len(expected):
+            raise ValueError(
+                f"past_key_values has {len(layers)} layers and this model has {len(expected)}: "
+                "it belongs to another model"
+            )
+        for i, (layer, kind) in enumerate(zip(layers, map(type, expected), strict=True)):
+            if not isinstance(layer, kind):
+                raise ValueError(
+                    f"layer {i} of past_key_values is a {type(layer).__name__}, this model's is a {kind.__name__}: "
+                    "it belongs to another model"
+                )
+        if any(layer.has_previous_state[0] for layer in layers):
+            raise ValueError(
+                "past_key_values was filled by another implementation, which does not say how many tokens it has "
+                f"seen; use {cls.__name__}(config)"
+            )
+        cache.__class__ = cls  # DynamicCache cannot tell the length of recurrent layers
+        cache.layer_class_to_replicate = None
+        adopted = cast(Self, cache)
+        adopted._prepare()
+        return adopted
 
     def _prepare(self) -> None:
         self._tokens = [0] * len(self.layers)
@@ -144,38 +180,146 @@ class RecurrentCache(DynamicCache):
             calls.clear()  # what was recorded belongs to the rows as they were
 
 
-def adopt(cache: Cache, config: PreTrainedConfig) -> RecurrentCache:
-    """Make a `RecurrentCache` of a new one made by `DynamicCache(...)`, in place: its owner keeps using it.
+@dataclass
+class MetaTokens:
+    """What the meta tokens in front of every sequence leave behind in one layer, for one row."""
 
-    Raises ValueError for a cache that belongs to another kind of model, or that another implementation has filled.
+    states: States
+    keys: Tensor | None  # (1, kv_heads, meta tokens, head size); None in a layer that attends to another's
+    values: Tensor | None
+
+
+class HybridMambaAttentionDynamicCache(RecurrentCache):
+    """The cache of a model with attention beside its recurrence: two states for every layer, keys and values for those
+    that compute their own, of all tokens or only of those that the window still reaches.
+
+    `get_seq_length()` counts the tokens fed, without meta tokens: their keys and values are kept once for all rows.
+    `layers[i].keys` (batch, kv_heads, tokens, head size) and `layers[i].values` hold the tokens' own.
     """
-    if not isinstance(cache, DynamicCache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}, expected a RecurrentCache(config)")
-    layers = cache.layers
-    if not layers:  # DynamicCache() without a config makes its layers when they are first written to
-        layers.extend(LinearAttentionLayer() for _ in range(config.num_hidden_layers))
-    if len(layers) != config.num_hidden_layers:
-        raise ValueError(
-            f"past_key_values has {len(layers)} layers and this model has {config.num_hidden_layers}: "
-            "it belongs to another model"
-        )
-    if isinstance(cache, RecurrentCache):
-        return cache
-    for i, layer in enumerate(layers):
-        if not isinstance(layer, LinearAttentionLayer):
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.meta: list[MetaTokens] | None = None
+        self._real: Tensor | None = None  # (batch, tokens fed) bool; None if all are
+
+    def begin(self, meta: list[MetaTokens]) -> None:
+        """Start every sequence with the meta tokens."""
+        self.meta = meta
+
+    def feed(self, real: Tensor | None, batch: int, tokens: int) -> None:
+        """Announce a call's tokens; `real` (batch, tokens) is False for padding."""
+        past = self.get_seq_length()
+        if real is None and self._real is None:
+            return
+        device = real.device if real is not None else cast(Tensor, self._real).device
+        before = torch.ones(batch, past, dtype=torch.bool, device=device) if self._real is None else self._real
+        now = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
+        self._real = torch.cat([before, now], dim=1)
+
+    def forget(self, past: Tensor) -> None:
+        """Treat tokens as padding from now on: `past` (batch, tokens fed) bool."""
+        kept = ~past if self._real is None else self._real & ~past
+        self._real = None if bool(kept.all()) else kept
+
+    def real(self, count: int) -> Tensor | None:
+        """(batch, count) bool, False for padding, of the last `count` tokens fed; None if there is no padding."""
+        return None if self._real is None else self._real[:, self._real.shape[1] - count :]
+
+    def tokens_before(self, tokens: int) -> Tensor | int:
+        """How many real tokens stand before the last `tokens` fed: (batch, 1), or one number for all rows."""
+        if self._real is None:
+            return self.get_seq_length()
+        return self._real[:, : self._real.shape[1] - tokens].sum(dim=1, keepdim=True)
+
+    def kept(self, layer_idx: int) -> int:
+        """Tokens whose keys and values a layer holds."""
+        keys = self.layers[layer_idx].keys
+        return 0 if keys is None else keys.shape[2]
+
+    @property
+    def meta_count(self) -> int:
+        """Meta tokens in front of every sequence."""
+        keys = [] if self.meta is None else [meta.keys for meta in self.meta if meta.keys is not None]
+        return keys[0].shape[2] if keys else 0
+
+    def extend(
+        self, layer_idx: int, keys: Tensor, values: Tensor, *, window: int | None, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's keys and values of `feed`'s tokens; returns them behind those of the meta tokens and those
+        held. With a window, only what later tokens can see is kept, all while recording.
+
+        `index` (batch, tokens fed): which of the keys are to be kept; the others belong to meta tokens among them.
+        """
+        layer, batch = self.layers[layer_idx], keys.shape[0]
+        if layer.keys is not None and layer.keys.shape[0] != batch:
             raise ValueError(
-                f"layer {i} of past_key_values is a {type(layer).__name__}, this model's layers are recurrent: "
-                "it belongs to another model"
+                f"past_key_values holds {layer.keys.shape[0]} rows and the input has {batch}: use one cache per "
+                "batch, or batch_select_indices / batch_repeat_interleave"
             )
-        if layer.has_previous_state[0]:
-            raise ValueError(
-                "past_key_values was filled by another implementation, which does not say how many tokens it has "
-                "seen; use RecurrentCache(config)"
-            )
-    cache.__class__ = RecurrentCache  # DynamicCache cannot tell the length of recurrent layers
-    cache.layer_class_to_replicate = None
-    cache._prepare()
-    return cache
+        meta = (None, None) if self.meta is None else (self.meta[layer_idx].keys, self.meta[layer_idx].values)
+        whole, kept = [], []
+        for new, before, front in ((keys, layer.keys, meta[0]), (values, layer.values, meta[1])):
+            front = None if front is None else front.expand(batch, -1, -1, -1)
+            parts = [t for t in (front, before, new) if t is not None]
+            whole.append(torch.cat(parts, dim=2) if len(parts) > 1 else new)
+            if index is None:
+                kept.append(whole[-1][:, :, self.meta_count :])
+            else:
+                new = new.gather(2, index[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]))
+                kept.append(new if before is None else torch.cat([before, new], dim=2))
+        self._set_keys(layer_idx, kept[0], kept[1])
+        if window is not None and not self.is_recording_past(layer_idx):
+            self._trim(layer_idx, window)
+        return whole[0], whole[1]
+
+    def _trim(self, layer_idx: int, window: int) -> None:
+        """Keep what a window reaches."""
+        layer = self.layers[layer_idx]
+        first = layer.keys.shape[2] - self._reach(window, layer.keys.shape[2])
+        kept = [t[:, :, first:] for t in (layer.keys, layer.values)]
+        if first > kept[0].shape[2]:  # do not hold on to much more memory than that
+            kept = [t.clone() for t in kept]
+        self._set_keys(layer_idx, kept[0], kept[1])
+
+    def _reach(self, window: int, count: int) -> int:
+        """How many of the last `count` tokens fed hold the last `window` real ones of every row."""
+        real = self.real(count)
+        if real is None:
+            return min(window, count)
+        from_end = real.flip(1).cumsum(dim=1)
+        return min(count, int((from_end < window).sum(dim=1).max()) + 1)
+
+    def _set_keys(self, layer_idx: int, keys: Tensor | None, values: Tensor | None) -> None:
+        layer = self.layers[layer_idx]
+        layer.keys, layer.values, layer.is_initialized = keys, values, keys is not None
+        if keys is not None:
+            layer.dtype, layer.device = keys.dtype, keys.device
+
+    def _owners(self) -> list[int]:
+        """Layers that hold keys and values."""
+        return [i for i, layer in enumerate(self.layers) if getattr(layer, "keys", None) is not None]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self._real is not None:
+            self._real = self._real[:, : self._real.shape[1] + tokens_to_remove]
+        for i in self._owners():
+            layer = self.layers[i]
+            left = layer.keys.shape[2] + tokens_to_remove
+            self._set_keys(i, layer.keys[:, :, :left], layer.values[:, :, :left])
+            if layer.is_sliding:
+                self._trim(i, layer.sliding_window)
+
+    def reset(self) -> None:
+        super().reset()
+        for i in self._owners():
+            self._set_keys(i, None, None)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map(change)
+        for i in self._owners():
+            self._set_keys(i, change(self.layers[i].keys), change(self.layers[i].values))
+        self._real = None if self._real is None else change(self._real)
 
 
 def check_states(
@@ -197,4 +341,4 @@ def check_states(
             raise ValueError(f"past_key_values is on {state.device}, the input is on {device}: move one of them")
 
 
-__all__ = ["RecurrentCache", "Replay", "States", "adopt", "check_states"]
+__all__ = ["HybridMambaAttentionDynamicCache", "RecurrentCache", "Replay", "States", "check_states"]

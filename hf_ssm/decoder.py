@@ -34,7 +34,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_ssm.cache import RecurrentCache, Replay, adopt, check_states
+from hf_ssm.cache import RecurrentCache, Replay, check_states
 from hf_ssm.convert import ORIGINAL_EMBEDDING, OUR_EMBEDDING
 from hf_ssm.layers import GatedMLP, LayerNorm, RMSNorm
 from hf_ssm.ops.discretize import compute_dtype
@@ -212,7 +212,7 @@ class SSMModel(SSMDecoderPreTrainedModel):
         assert inputs_embeds is not None
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
-        cache = None if past_key_values is None else adopt(past_key_values, self.config)
+        cache = None if past_key_values is None else RecurrentCache.adopt(past_key_values, self.config)
         if cache is None and use_cache:
             cache = RecurrentCache(self.config)
         mask = padding_mask(attention_mask, batch, seqlen, 0 if cache is None else cache.get_seq_length())
@@ -257,6 +257,8 @@ class SSMModel(SSMDecoderPreTrainedModel):
 class SSMGenerationMixin(GenerationMixin):
     """generate() with a recurrent cache under its one name, fed only with what is new."""
 
+    cache_class: type[RecurrentCache] = RecurrentCache
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ) -> None:
@@ -269,10 +271,10 @@ class SSMGenerationMixin(GenerationMixin):
                 "fixed size and none of those: leave it out"
             )
         if cache is not None:
-            adopt(cache, self.config)
+            self.cache_class.adopt(cache, self.config)
             cache._is_user_defined = True
         else:
-            cache = RecurrentCache(self.config)
+            cache = self.cache_class(self.config)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
@@ -369,16 +371,16 @@ def next_token_loss(
     return fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index)
 
 
-class SSMForCausalLM(SSMDecoderPreTrainedModel, SSMGenerationMixin):
-    """The backbone and a projection to the vocabulary. A subclass says which backbone."""
+class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
+    """The backbone, named `base_model_prefix`, and a projection to the vocabulary. A subclass says which backbone."""
 
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}
     _loss_function = staticmethod(next_token_loss)
-    model_class: type[SSMModel]
+    model_class: type[SSMPreTrainedModel]
 
     def __init__(self, config):
         super().__init__(config)
-        self.backbone = self.model_class(config)
+        setattr(self, self.base_model_prefix, self.model_class(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -408,7 +410,7 @@ class SSMForCausalLM(SSMDecoderPreTrainedModel, SSMGenerationMixin):
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError("labels need the logits of every position: leave logits_to_keep out")
-        outputs = self.backbone(
+        outputs = self.base_model(
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -432,6 +434,7 @@ class SSMForCausalLM(SSMDecoderPreTrainedModel, SSMGenerationMixin):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
     def get_output_embeddings(self) -> nn.Module:
@@ -441,15 +444,15 @@ class SSMForCausalLM(SSMDecoderPreTrainedModel, SSMGenerationMixin):
         self.lm_head = value
 
 
-class SSMForSequenceClassification(SSMDecoderPreTrainedModel):
+class SSMForSequenceClassification(SSMPreTrainedModel):
     """The backbone and a linear layer on each row's last real token."""
 
-    model_class: type[SSMModel]
+    model_class: type[SSMPreTrainedModel]
 
     def __init__(self, config):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.backbone = self.model_class(config)
+        setattr(self, self.base_model_prefix, self.model_class(config))
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
@@ -471,7 +474,7 @@ class SSMForSequenceClassification(SSMDecoderPreTrainedModel):
 
         The other arguments are the backbone's. Returns logits (batch, num_labels).
         """
-        outputs = self.backbone(
+        outputs = self.base_model(
             input_ids,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
@@ -491,6 +494,7 @@ class SSMForSequenceClassification(SSMDecoderPreTrainedModel):
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
 
     def _last_real_token(
@@ -513,16 +517,16 @@ class SSMForSequenceClassification(SSMDecoderPreTrainedModel):
         return (torch.arange(seqlen, device=device) * real.to(device)).argmax(dim=1)
 
 
-class SSMForTokenClassification(SSMDecoderPreTrainedModel):
+class SSMForTokenClassification(SSMPreTrainedModel):
     """The backbone and a linear layer on every token."""
 
     _loss_function = staticmethod(token_label_loss)
-    model_class: type[SSMModel]
+    model_class: type[SSMPreTrainedModel]
 
     def __init__(self, config):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.backbone = self.model_class(config)
+        setattr(self, self.base_model_prefix, self.model_class(config))
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -543,7 +547,7 @@ class SSMForTokenClassification(SSMDecoderPreTrainedModel):
         The other arguments are the backbone's. Returns logits (batch, seqlen, num_labels).
         """
         kwargs.setdefault("use_cache", False)
-        outputs = self.backbone(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        outputs = self.base_model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
@@ -551,7 +555,9 @@ class SSMForTokenClassification(SSMDecoderPreTrainedModel):
             if mask is not None:
                 labels = labels.masked_fill(~mask, -100)
             loss = self.loss_function(logits, labels, **kwargs)
-        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
 
 
 # --- rows and caches -----------------------------------------------------------------------------------------------

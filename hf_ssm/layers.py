@@ -124,9 +124,11 @@ class GatedMLP(nn.Module):
         return self.fc2(y * F.silu(gate))
 
 
-def log_uniform_time_step_bias(channels: int, config) -> Tensor:
-    """(channels,) draws b with softplus(b) log-uniform in [config.time_step_min, config.time_step_max] and at least
-    config.time_step_floor. Source: arXiv:2312.00752, section 3.6."""
-    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-    dt = torch.exp(torch.rand(channels) * (high - low) + low).clamp(min=config.time_step_floor)
+def log_uniform_time_step_bias(
+    channels: int, minimum: float = 0.001, maximum: float = 0.1, floor: float = 1e-4
+) -> Tensor:
+    """(channels,) draws b with softplus(b) log-uniform in [minimum, maximum] and at least `floor`.
+    Source: arXiv:2312.00752, section 3.6."""
+    low, high = math.log(minimum), math.log(maximum)
+    dt = torch.exp(torch.rand(channels) * (high - low) + low).clamp(min=floor)
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus

@@ -154,6 +154,20 @@ def packed_rows(
     return restarts.cumsum(dim=1)
 
 
+def positions_in_sequence(
+    seq_idx: Tensor | None, mask: Tensor | None, batch: int, seqlen: int, device: torch.device
+) -> Tensor:
+    """(b or 1, l): how many real tokens of its own sequence stand before each real token; 0 for padding."""
+    if mask is None and seq_idx is None:
+        return torch.arange(seqlen, device=device)[None]
+    real = torch.ones(batch, seqlen, dtype=torch.bool, device=device) if mask is None else mask
+    before = real.cumsum(dim=1) - real.int()
+    if seq_idx is not None:
+        starts = sequence_starts(fill_padding(seq_idx, real))
+        before = before - (before * starts).cummax(dim=1).values
+    return before.masked_fill(~real, 0)
+
+
 def padding_as_sequences(seq_idx: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The same rows with every run of padding as a sequence of its own, and no mask: operators that keep sequences
     apart then need not move padding out of the way. Where padding interrupts a sequence (or nobody can look, while

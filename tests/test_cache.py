@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, MambaConfig, StaticCache
 
 from hf_ssm import Mamba2Config, RecurrentCache
-from hf_ssm.cache import adopt, check_states
+from hf_ssm.cache import check_states
 
 CONFIG = Mamba2Config(vocab_size=8, hidden_size=8, num_hidden_layers=2, head_dim=4, state_size=3, n_groups=1)
 LAYERS = range(2)
@@ -155,18 +155,18 @@ def test_states_keep_their_graph():
 @pytest.mark.parametrize("make", [lambda: DynamicCache(config=CONFIG), lambda: DynamicCache()], ids=["config", "bare"])
 def test_a_new_cache_of_transformers_is_adopted(make):
     cache = make()
-    assert adopt(cache, CONFIG) is cache
+    assert RecurrentCache.adopt(cache, CONFIG) is cache
     assert isinstance(cache, RecurrentCache)
     feed(cache, 3)
     holds(cache, 3)
-    assert adopt(cache, CONFIG) is cache
+    assert RecurrentCache.adopt(cache, CONFIG) is cache
     holds(cache, 3)
 
 
 def test_a_cache_that_was_asked_to_record_still_does():
     cache = DynamicCache(config=CONFIG)
     cache.activate_past_recording()
-    adopt(cache, CONFIG)
+    RecurrentCache.adopt(cache, CONFIG)
     feed(cache, 3)
     cache.crop(-2)
     holds(cache, 1)
@@ -175,17 +175,17 @@ def test_a_cache_that_was_asked_to_record_still_does():
 def test_caches_of_other_models_are_refused():
     llama = LlamaConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2)
     with pytest.raises(ValueError, match=r"layer 0 .* another model"):
-        adopt(DynamicCache(config=llama), CONFIG)
+        RecurrentCache.adopt(DynamicCache(config=llama), CONFIG)
     with pytest.raises(ValueError, match="has 3 layers and this model has 2"):
-        adopt(RecurrentCache(Mamba2Config(**{**CONFIG.to_dict(), "num_hidden_layers": 3})), CONFIG)
+        RecurrentCache.adopt(RecurrentCache(Mamba2Config(**{**CONFIG.to_dict(), "num_hidden_layers": 3})), CONFIG)
     with pytest.raises(ValueError, match="expected a RecurrentCache"):
-        adopt(StaticCache(config=llama, max_cache_len=4), CONFIG)
+        RecurrentCache.adopt(StaticCache(config=llama, max_cache_len=4), CONFIG)
     with pytest.raises(ValueError, match="expected a RecurrentCache"):
-        adopt((torch.zeros(1),), CONFIG)
+        RecurrentCache.adopt((torch.zeros(1),), CONFIG)
     filled = DynamicCache(config=MambaConfig(num_hidden_layers=2))
     filled.layers[0].update_conv_state(torch.ones(1, 5, 4), conv_kernel_size=4)
     with pytest.raises(ValueError, match="filled by another implementation"):
-        adopt(filled, CONFIG)
+        RecurrentCache.adopt(filled, CONFIG)
 
 
 def test_states_of_another_shape_are_refused():

@@ -32,7 +32,6 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_ssm.layers import CentredConv1d, GatedRMSNorm, LayerNorm, log_uniform_time_step_bias
 from hf_ssm.ops import quasiseparable
 from hf_ssm.ops.discretize import compute_dtype
-from hf_ssm.ops.rows import fill_padding, sequence_starts
 from hf_ssm.pretrained import (
     SSMPreTrainedModel,
     check_ids,
@@ -42,6 +41,7 @@ from hf_ssm.pretrained import (
     packed_rows,
     padding_as_sequences,
     padding_mask,
+    positions_in_sequence,
     token_label_loss,
 )
 
@@ -193,20 +193,6 @@ class HydraEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(embeddings))
 
 
-def positions_in_sequence(
-    seq_idx: Tensor | None, mask: Tensor | None, batch: int, seqlen: int, device: torch.device
-) -> Tensor:
-    """(b or 1, l): how many real tokens of its own sequence stand before each real token; 0 for padding."""
-    if mask is None and seq_idx is None:
-        return torch.arange(seqlen, device=device)[None]
-    real = torch.ones(batch, seqlen, dtype=torch.bool, device=device) if mask is None else mask
-    before = real.cumsum(dim=1) - real.int()
-    if seq_idx is not None:
-        starts = sequence_starts(fill_padding(seq_idx, real))
-        before = before - (before * starts).cummax(dim=1).values
-    return before.masked_fill(~real, 0)
-
-
 class HydraPooler(nn.Module):
     """tanh(dense(.)) of each row's first real token, or of the mean of its real tokens."""
 
@@ -250,7 +236,8 @@ class HydraPreTrainedModel(SSMPreTrainedModel):
         """As in the authors' code: A is -1, D is 1, whatever the head."""
         super()._init_weights(module)
         if isinstance(module, HydraMixer):
-            init.copy_(module.dt_bias, log_uniform_time_step_bias(module.dt_bias.shape[0], self.config))
+            time_steps = self.config.time_step_min, self.config.time_step_max, self.config.time_step_floor
+            init.copy_(module.dt_bias, log_uniform_time_step_bias(module.dt_bias.shape[0], *time_steps))
             init.zeros_(module.A_log)
             init.ones_(module.D)
             if module.init_states is not None:

@@ -100,7 +100,8 @@ class MambaPreTrainedModel(SSMDecoderPreTrainedModel):
                 init.constant_(module.weight, bound)
             else:
                 init.uniform_(module.weight, -bound, bound)
-            init.copy_(module.bias, log_uniform_time_step_bias(module.out_features, config))
+            time_steps = config.time_step_min, config.time_step_max, config.time_step_floor
+            init.copy_(module.bias, log_uniform_time_step_bias(module.out_features, *time_steps))
             return
         super()._init_weights(module)
         if isinstance(module, MambaMixer):

@@ -116,7 +116,8 @@ class Mamba2PreTrainedModel(SSMDecoderPreTrainedModel):
             decay = torch.empty(nheads).uniform_(self.config.A_init_min, self.config.A_init_max)
             init.copy_(module.A_log, decay.log())
             init.ones_(module.D)
-            init.copy_(module.dt_bias, log_uniform_time_step_bias(nheads, self.config))
+            time_steps = self.config.time_step_min, self.config.time_step_max, self.config.time_step_floor
+            init.copy_(module.dt_bias, log_uniform_time_step_bias(nheads, *time_steps))
 
 
 class Mamba2Model(SSMModel, Mamba2PreTrainedModel):
