@@ -37,7 +37,7 @@ def test_models_and_operators_import_no_kernel_package():
         import sys, torch, transformers, transformers.modeling_utils
         before = set(sys.modules)
         import hf_ssm
-        hf_ssm.MambaForCausalLM, hf_ssm.Mamba2ForCausalLM, hf_ssm.ops.explain
+        hf_ssm.MambaForCausalLM, hf_ssm.Mamba2ForCausalLM, hf_ssm.HydraForMaskedLM, hf_ssm.ops.explain
         print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
     """).split()
     assert not set(KERNELS) & set(new)
@@ -112,11 +112,26 @@ def test_transformers_own_classes_stay_themselves(tmp_path):
     assert printed[5:] == ["hf_ssm.modeling.mamba.modeling_mamba"]
 
 
+@pytest.mark.parametrize("first", ["hf_ssm", "transformers"])
+def test_encoders_and_their_image_processor_in_either_order(first, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "hydra"}')
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    imports = ["import hf_ssm", "from transformers import AutoConfig, AutoImageProcessor, AutoModelForMaskedLM"]
+    printed = run(f"""
+        {"; ".join(imports if first == "hf_ssm" else imports[::-1])}
+        sizes = dict(hidden_size=16, head_dim=8, num_hidden_layers=1, vocab_size=16, state_size=4)
+        model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("hydra", **sizes))
+        print(type(model).__module__)
+        print(type(AutoImageProcessor.from_pretrained(r"{tmp_path}", backend="pil")).__name__)
+    """).split()
+    assert printed == ["hf_ssm.modeling.hydra.modeling_hydra", "ViTImageProcessorPil"]
+
+
 def test_names_of_the_package():
     printed = run("""
         import hf_ssm
         names = dir(hf_ssm)
-        assert {"MambaConfig", "Mamba2ForCausalLM", "RecurrentCache", "ops"} <= set(names)
+        assert {"MambaConfig", "Mamba2ForCausalLM", "HydraForMaskedLM", "RecurrentCache", "ops"} <= set(names)
         assert all(getattr(hf_ssm, name) is not None for name in names if not name.startswith("__"))
         try:
             hf_ssm.Mamba7
