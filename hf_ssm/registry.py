@@ -55,14 +55,7 @@ ARCHITECTURES = {  # model_type -> its classes
         models={"AutoModel": "HydraModel"} | {f"AutoModelFor{head}": f"HydraFor{head}" for head in _HYDRA_HEADS},
         image_processor="ViTImageProcessor",
     ),
-    "hymba": Architecture(
-        config="HymbaConfig",
-        models={
-            "AutoModel": "HymbaModel",
-            "AutoModelForCausalLM": "HymbaForCausalLM",
-            "AutoModelForSequenceClassification": "HymbaForSequenceClassification",
-        },
-    ),
+    "hymba": _decoder("Hymba"),
 }
 
 

@@ -39,6 +39,7 @@ class HymbaConfig(PreTrainedConfig):
         mamba_inner_layernorms: RMS norms of dt, B and C.
         rms_norm_eps: epsilon of all RMS norms but those of kq_norm, which have 1e-6.
         attention_dropout: dropout of the attention weights while training.
+        classifier_dropout: dropout in front of the token classifier.
         initializer_range: standard deviation of projections and embeddings.
         tie_word_embeddings: one matrix for the embedding and lm_head.
         use_cache: whether forward returns a cache when not training.

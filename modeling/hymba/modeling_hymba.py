@@ -21,7 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import can_return_tuple, is_tracing
 
 from hf_ssm.cache import HybridMambaAttentionDynamicCache, MetaTokens, Replay, States, check_states
-from hf_ssm.decoder import SSMForCausalLM, SSMForSequenceClassification, SSMModelOutput, one_cache
+from hf_ssm.decoder import (
+    SSMForCausalLM,
+    SSMForSequenceClassification,
+    SSMForTokenClassification,
+    SSMModelOutput,
+    one_cache,
+)
 from hf_ssm.layers import CausalConv1d, RMSNorm, log_uniform_time_step_bias
 from hf_ssm.ops import selective_scan
 from hf_ssm.ops.attention import Places, attend, visible
@@ -568,4 +574,16 @@ class HymbaForSequenceClassification(SSMForSequenceClassification, HymbaPreTrain
     model_class = HymbaModel
 
 
-__all__ = ["HymbaForCausalLM", "HymbaForSequenceClassification", "HymbaModel", "HymbaPreTrainedModel"]
+class HymbaForTokenClassification(SSMForTokenClassification, HymbaPreTrainedModel):
+    """One label per token, which sees the tokens before it only."""
+
+    model_class = HymbaModel
+
+
+__all__ = [
+    "HymbaForCausalLM",
+    "HymbaForSequenceClassification",
+    "HymbaForTokenClassification",
+    "HymbaModel",
+    "HymbaPreTrainedModel",
+]
