@@ -1,18 +1,23 @@
-"""Causal attention with a sliding window and meta tokens: which key a query sees, and the call that computes it.
+"""Causal attention with a sliding window and meta tokens: which key a query sees, and the calls that compute it.
 
 Hymba (arXiv:2411.13676), section 2: query i sees key j when j <= i and (i - j <= window or j is a meta token).
 Positions count the real tokens of a sequence, its meta tokens first, so neither padding nor what is packed beside it
 moves them.
 
-b batch   q queries   k keys   h query heads   d, e head sizes of keys and of values
+b batch   q queries   k keys   h query heads   d head size of queries and keys   e head size of values
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from . import flash
+
+_BLOCK = 1024  # queries that sdpa computes at once, where a row is long
 
 
 @dataclass
@@ -27,44 +32,110 @@ class Places:
     @staticmethod
     def join(*parts: "Places") -> "Places":
         """One after the other, along the tokens."""
-        rows = max(t.shape[0] for part in parts for t in part._given())
+        rows = max(t.shape[0] for part in parts for t in (part.positions, part.sequences, part.real) if t is not None)
 
-        def cat(tensors: list[Tensor | None], default: Any) -> Tensor | None:
+        def cat(tensors: list[Tensor | None], otherwise: int) -> Tensor | None:
             if all(t is None for t in tensors):
                 return None
-            full = []
-            for part, t in zip(parts, tensors, strict=True):
-                t = torch.full_like(part.positions, default, dtype=torch.long) if t is None else t
-                full.append(t.expand(rows, -1))
-            dtype = torch.bool if default is True else torch.long
-            return torch.cat([t.to(dtype) for t in full], dim=1)
+            full = [
+                torch.full_like(part.positions, otherwise) if t is None else t.to(part.positions.dtype)
+                for part, t in zip(parts, tensors, strict=True)
+            ]
+            return torch.cat([t.expand(rows, -1) for t in full], dim=1)
 
+        real = cat([part.real for part in parts], 1)
         return Places(
             torch.cat([part.positions.expand(rows, -1) for part in parts], dim=1),
             torch.cat([part.meta.expand(rows, -1) for part in parts], dim=1),
             cat([part.sequences for part in parts], 0),
-            cat([part.real for part in parts], True),
+            None if real is None else real.bool(),
         )
 
-    def _given(self) -> list[Tensor]:
-        return [t for t in (self.positions, self.meta, self.sequences, self.real) if t is not None]
+    def at(self, tokens: slice | Tensor) -> "Places":
+        given = (self.positions, self.meta, self.sequences, self.real)
+        positions, meta, sequences, real = (None if t is None else t[:, tokens] for t in given)
+        assert positions is not None and meta is not None
+        return Places(positions, meta, sequences, real)
+
+    @property
+    def plain(self) -> bool:
+        """One sequence per row, no padding: tokens stand where they are counted."""
+        return self.sequences is None and self.real is None
 
 
-def visible(queries: Places, keys: Places, window: int | None) -> Tensor:
-    """(b or 1, 1, q, k) bool: what each query sees. The queries are the last of the keys, and each sees itself, even
-    padding, so that no row of the softmax is empty."""
-    distance = queries.positions[:, :, None] - keys.positions[:, None, :]
-    seen = distance >= 0
-    if window is not None:
-        seen = seen & ((distance <= window) | keys.meta[:, None, :])
-    if queries.sequences is not None and keys.sequences is not None:
-        seen = seen & (queries.sequences[:, :, None] == keys.sequences[:, None, :])
-    if keys.real is not None:
-        count = queries.positions.shape[1]
-        itself = torch.zeros(count, keys.positions.shape[1], dtype=torch.bool, device=seen.device)
-        itself[:, -count:].fill_diagonal_(True)
-        seen = (seen & keys.real[:, None, :]) | itself
-    return seen[:, None]
+@dataclass
+class Block:
+    """Queries that are computed at once, all keys that they see, and which each of them sees; None for everything."""
+
+    queries: slice
+    keys: Tensor | None  # indices; None for all
+    seen: Tensor | None  # (b or 1, 1, q, k) bool
+
+
+@dataclass
+class Pattern:
+    """Which key each query sees. The queries are the last of the keys. `window` None: all keys before it."""
+
+    queries: Places
+    keys: Places
+    window: int | None
+
+    @cached_property
+    def everything(self) -> bool:
+        """Whether every query sees every key."""
+        one = self.queries.positions.shape[1] == 1 and self.keys.plain
+        return one and (self.window is None or int((~self.keys.meta).sum()) <= self.window + 1)
+
+    @cached_property
+    def seen(self) -> Tensor | None:
+        """(b or 1, 1, q, k) bool; None for everything. A query sees itself, even padding: no softmax is empty."""
+        return None if self.everything else self._seen(self.queries, self.keys)
+
+    def _seen(self, queries: Places, keys: Places) -> Tensor:
+        distance = queries.positions[:, :, None] - keys.positions[:, None, :]
+        seen = distance >= 0
+        if self.window is not None:
+            seen = seen & ((distance <= self.window) | keys.meta[:, None, :])
+        if queries.sequences is not None and keys.sequences is not None:
+            seen = seen & (queries.sequences[:, :, None] == keys.sequences[:, None, :])
+        if keys.real is not None:
+            count = queries.positions.shape[1]
+            itself = torch.zeros(count, keys.positions.shape[1], dtype=torch.bool, device=seen.device)
+            itself[:, -count:].fill_diagonal_(True)
+            seen = (seen & keys.real[:, None, :]) | itself
+        return seen[:, None]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """The queries in blocks, so that neither the mask nor the work grows with keys that a block does not see."""
+        count, total = self.queries.positions.shape[1], self.keys.positions.shape[1]
+        if count <= _BLOCK or not self.keys.plain:
+            return [Block(slice(None), None, self.seen)]
+        blocks = []
+        meta = torch.arange(int(self.keys.meta.sum()), device=self.keys.meta.device)  # they come first
+        for start in range(0, count, _BLOCK):
+            queries = slice(start, min(start + _BLOCK, count))
+            stop = total - count + queries.stop
+            first = 0 if self.window is None else total - count + start - self.window
+            keys = torch.cat([meta, torch.arange(max(len(meta), first), stop, device=meta.device)])
+            blocks.append(Block(queries, keys, self._seen(self.queries.at(queries), self.keys.at(keys))))
+        return blocks
+
+    @cached_property
+    def block_mask(self) -> Any:
+        """`seen` as flex_attention takes it."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        seen = self.seen
+        if seen is None:
+            return None
+        rows = seen.shape[0]
+
+        def sees(b, h, q, k):
+            return seen[b if rows > 1 else 0, 0, q, k]
+
+        count, total = seen.shape[2:]
+        return create_block_mask(sees, rows if rows > 1 else None, None, count, total, device=seen.device)
 
 
 def attend(
@@ -72,23 +143,36 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Tensor | None,
+    pattern: Pattern,
     implementation: str,
     *,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax attention by one of transformers' implementations.
 
-    query (b, h, q, d), key (b, kv_heads, k, d), value (b, kv_heads, k, e); seen (b or 1, 1, q, k) bool, or None where
-    every query sees every key. Returns (b, q, h, e), and the weights (b, h, q, k) if the implementation has them.
-    `module` has num_key_value_groups = h / kv_heads.
+    query (b, h, q, d), key (b, kv_heads, k, d), value (b, kv_heads, k, e). Returns (b, q, h, e), and the weights
+    (b, h, q, k) if the implementation has them. `module` has num_key_value_groups = h / kv_heads.
     """
+    if "flash" in implementation:
+        return flash.attend(
+            query, key, value, pattern, implementation, dropout=dropout, training=module.training
+        ), None
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-    mask = seen
-    if function is eager_attention and seen is not None:
-        mask = torch.zeros(seen.shape, dtype=query.dtype, device=seen.device)
-        mask = mask.masked_fill_(~seen, torch.finfo(query.dtype).min)
-    return function(module, query, key, value, mask, scaling=query.shape[-1] ** -0.5, dropout=dropout, is_causal=False)
+    options = {"scaling": query.shape[-1] ** -0.5, "dropout": dropout, "is_causal": False}
+    if implementation == "flex_attention":
+        return function(module, query, key, value, pattern.block_mask, **options)
+    if implementation != "sdpa":
+        return function(module, query, key, value, _additive(pattern.seen, query.dtype), **options)
+
+    outs = []
+    for block in pattern.blocks:
+        keys, values = (t if block.keys is None else t[:, :, block.keys] for t in (key, value))
+        part = query[:, :, block.queries]
+        # on a CPU there is a fast kernel for equal head sizes only
+        sizes = query.shape[-1] if query.device.type == "cpu" and part.shape[2] > 1 else value.shape[-1]
+        heads = [function(module, part, keys, v, block.seen, **options)[0] for v in values.split(sizes, dim=-1)]
+        outs.append(torch.cat(heads, dim=-1) if len(heads) > 1 else heads[0])
+    return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0], None
 
 
 def eager_attention(
@@ -111,3 +195,10 @@ def eager_attention(
     weights = torch.softmax(scores, dim=-1, dtype=dtype).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
+
+
+def _additive(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """0 where `seen`, else the least number."""
+    if seen is None:
+        return None
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

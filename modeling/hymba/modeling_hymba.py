@@ -30,7 +30,7 @@ from hf_ssm.decoder import (
 )
 from hf_ssm.layers import CausalConv1d, RMSNorm, log_uniform_time_step_bias
 from hf_ssm.ops import selective_scan
-from hf_ssm.ops.attention import Places, attend, visible
+from hf_ssm.ops.attention import Pattern, Places, attend
 from hf_ssm.ops.discretize import compute_dtype
 from hf_ssm.ops.rows import fill_padding, sequence_starts, take_tokens
 from hf_ssm.pretrained import (
@@ -92,16 +92,14 @@ class HymbaAttention(nn.Module):
         half = x.shape[-1] // 2
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
 
-    def forward(
-        self, query: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor | None]:
         """query (b, h, s, d) -> (b, s, h e), and the weights (b, h, s, keys) where the implementation gives them."""
         out, weights = attend(
             self,
             query,
             keys,
             values,
-            seen,
+            pattern,
             self.config._attn_implementation,
             dropout=self.config.attention_dropout if self.training else 0.0,
         )
@@ -143,7 +141,7 @@ class HymbaMixer(nn.Module):
         self,
         u: Tensor,
         rotation: Keys | None,
-        seen: Tensor | None,
+        pattern: Pattern,
         shared: Keys | None,
         conv_state: Tensor | None,
         ssm_state: Tensor | None,
@@ -162,7 +160,7 @@ class HymbaMixer(nn.Module):
         else:
             assert shared is not None
             keys = shared
-        attended, weights = attention(attention.prepare(query, attention.q_norm, rotation), *keys, seen)
+        attended, weights = attention(attention.prepare(query, attention.q_norm, rotation), *keys, pattern)
         scanned, *states = self.mix(x, gate, conv_state, ssm_state, seq_idx, mask)
         if record is not None:
             record(partial(self.states_after, x, conv_state, ssm_state, seq_idx, mask))
@@ -242,6 +240,8 @@ class HymbaPreTrainedModel(SSMPreTrainedModel):
     _no_split_modules = ["HymbaLayer"]
     _keep_in_fp32_modules_strict = ["A_log"]  # they set decay rates: an error grows with the length
     _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = True
     _supports_attention_backend = True
 
     @torch.no_grad()
@@ -396,12 +396,13 @@ class HymbaModel(HymbaPreTrainedModel):
         weights: list[Any] = []
         keys: list[Keys] = []
         before = [0 if cache is None else cache.kept(producer) for producer in self.producers]
-        seen: dict[tuple[int | None, int], Tensor | None] = {}
+        patterns: dict[tuple[int | None, int], Pattern] = {}
         for i, (layer, producer, window) in enumerate(zip(self.layers, self.producers, self.windows, strict=True)):
             inputs.append(hidden_states)
             kept = before[producer]
-            if (window, kept) not in seen:
-                seen[window, kept] = self.seen(new, past, kept, window, cache)
+            if (window, kept) not in patterns:
+                places = places_of_keys(new, rows.count, past, kept, cache)
+                patterns[window, kept] = Pattern(new, places, window)
             shared = None if i == producer else keys[producer]
             states: tuple[Tensor | None, Tensor | None] = (None, None)
             extend = record = None
@@ -411,7 +412,15 @@ class HymbaModel(HymbaPreTrainedModel):
                 extend = partial(cache.extend, i, window=window, index=rows.index)
                 record = replays.append if cache.is_recording_past(i) else None
             hidden_states, conv_state, ssm_state, used, weight = layer(
-                hidden_states, rotation, seen[window, kept], shared, *states, rows.seq_idx, rows.mask, extend, record
+                hidden_states,
+                rotation,
+                patterns[window, kept],
+                shared,
+                *states,
+                rows.seq_idx,
+                rows.mask,
+                extend,
+                record,
             )
             if cache is not None:
                 cache.advance(i, (conv_state, ssm_state), rows.count, replays[0] if replays else None)
@@ -433,30 +442,6 @@ class HymbaModel(HymbaPreTrainedModel):
             return hidden_states.new_zeros(conv_shape), None
         check_states(states, conv_shape, ssm_shape, hidden_states.device)
         return states
-
-    def seen(
-        self, new: Places, past: int, kept: int, window: int | None, cache: HybridMambaAttentionDynamicCache | None
-    ) -> Tensor | None:
-        """What the new tokens see of the meta tokens, of the last `kept` of `past` tokens before and of each other, as
-        `visible` has it; None for everything."""
-        count = new.positions.shape[1]
-        if cache is None:
-            return visible(new, new, window)
-        meta = cache.meta_count
-        if count == 1 and cache.real(1) is None and new.sequences is None and (window is None or kept <= window):
-            return None
-        parts = [new]
-        if kept:
-            real = cache.real(kept + count)
-            positions = torch.arange(past - kept, past, device=new.positions.device)[None]
-            if real is not None:
-                real = real[:, :kept]
-                positions = cache.tokens_before(kept + count) + real.cumsum(dim=1) - 1
-            parts.insert(0, Places(positions + meta, torch.zeros_like(positions, dtype=torch.bool), real=real))
-        if meta:
-            positions = torch.arange(meta, device=new.positions.device)[None]
-            parts.insert(0, Places(positions, torch.ones_like(positions, dtype=torch.bool)))
-        return visible(new, Places.join(*parts), window)
 
     def rotation(self, places: Places, dtype: torch.dtype) -> Keys | None:
         """cos and sin (b or 1, 1, s, head_dim) of the angles position * frequency, each frequency twice."""
@@ -483,6 +468,27 @@ class HymbaModel(HymbaPreTrainedModel):
         angles = positions[..., None].to(exact) * (1.0 / base**exponents)
         angles = torch.cat([angles, angles], dim=-1)[:, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def places_of_keys(
+    new: Places, fed: int, past: int, kept: int, cache: HybridMambaAttentionDynamicCache | None
+) -> Places:
+    """Where the keys of a call stand: the meta tokens in front, the last `kept` of `past` tokens before, and the new
+    ones, `fed` of which are tokens."""
+    if cache is None:
+        return new
+    parts, meta = [new], cache.meta_count
+    if kept:
+        positions = torch.arange(past - kept, past, device=new.positions.device)[None]
+        real = cache.real(kept + fed)
+        if real is not None:
+            real = real[:, :kept]
+            positions = cache.tokens_before(kept + fed) + real.cumsum(dim=1) - 1
+        parts.insert(0, Places(positions + meta, torch.zeros_like(positions, dtype=torch.bool), real=real))
+    if meta:
+        positions = torch.arange(meta, device=new.positions.device)[None]
+        parts.insert(0, Places(positions, torch.ones_like(positions, dtype=torch.bool)))
+    return Places.join(*parts)
 
 
 @dataclass
