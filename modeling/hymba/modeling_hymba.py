@@ -276,7 +276,6 @@ class HymbaModel(HymbaPreTrainedModel):
         self.layers = nn.ModuleList(HymbaLayer(config, i == producer) for i, producer in enumerate(self.producers))
         self.final_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
-        self._meta: tuple[Any, list[MetaTokens]] | None = None
         self.post_init()
 
     @can_return_tuple
@@ -361,16 +360,9 @@ class HymbaModel(HymbaPreTrainedModel):
         )
 
     def meta_tokens(self) -> list[MetaTokens]:
-        """What the meta tokens leave behind in every layer, for one row; computed once for given weights, unless
-        gradients are asked for."""
+        """What the meta tokens leave behind in every layer, for one row. A cache computes it once, for all its rows; it
+        is not kept beyond, since nothing tells when adapters, hooks or `parameter.data` have changed the model."""
         assert self.memory_tokens is not None
-        weights = None
-        if not torch.is_grad_enabled() and not is_tracing(self.memory_tokens):
-            parameters = list(self.parameters())
-            versions = tuple(0 if p.is_inference() else p._version for p in parameters)
-            weights = (versions, tuple(p.data_ptr() for p in parameters), torch.is_autocast_enabled())
-            if self._meta is not None and self._meta[0] == weights:
-                return self._meta[1]
         cache = HybridMambaAttentionDynamicCache(self.config)
         rows = _Rows.of(self.memory_tokens[None], None, None, None, in_front=False)
         rows.meta = torch.ones_like(rows.meta)
@@ -380,7 +372,6 @@ class HymbaModel(HymbaPreTrainedModel):
             states = cache.states(i)
             assert states is not None
             meta.append(MetaTokens(states, *(keys[i] if i == producer else (None, None))))
-        self._meta = None if weights is None else (weights, meta)
         return meta
 
     def through_layers(
