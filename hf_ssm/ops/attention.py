@@ -99,10 +99,9 @@ class Pattern:
         if queries.sequences is not None and keys.sequences is not None:
             seen = seen & (queries.sequences[:, :, None] == keys.sequences[:, None, :])
         if keys.real is not None:
-            count = queries.positions.shape[1]
-            itself = torch.zeros(count, keys.positions.shape[1], dtype=torch.bool, device=seen.device)
-            itself[:, -count:].fill_diagonal_(True)
-            seen = (seen & keys.real[:, None, :]) | itself
+            count, total = seen.shape[1:]
+            index = torch.arange(total, device=seen.device)
+            seen = (seen & keys.real[:, None, :]) | (index[total - count :, None] == index)
         return seen[:, None]
 
     @cached_property
