@@ -84,7 +84,7 @@ class Pattern:
     def everything(self) -> bool:
         """Whether every query sees every key."""
         one = self.queries.positions.shape[1] == 1 and self.keys.plain
-        return one and (self.window is None or int((~self.keys.meta).sum()) <= self.window + 1)
+        return one and (self.window is None or int((~self.keys.meta[0]).sum()) <= self.window + 1)
 
     @cached_property
     def seen(self) -> Tensor | None:
@@ -111,7 +111,7 @@ class Pattern:
         if count <= _BLOCK or not self.keys.plain:
             return [Block(slice(None), None, self.seen)]
         blocks = []
-        meta = torch.arange(int(self.keys.meta.sum()), device=self.keys.meta.device)  # they come first
+        meta = torch.arange(int(self.keys.meta[0].sum()), device=self.keys.meta.device)  # they come first
         for start in range(0, count, _BLOCK):
             queries = slice(start, min(start + _BLOCK, count))
             stop = total - count + queries.stop

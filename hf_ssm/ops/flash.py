@@ -41,7 +41,7 @@ def attend(
         )
     if dropout and training:
         raise ValueError("flash_attention_2 with attention_dropout: two merged calls cannot drop the same weights")
-    if query.dtype not in (torch.float16, torch.bfloat16):
+    if query.dtype not in _DTYPES:
         raise ValueError(f"flash_attention_2 computes in float16 and bfloat16, not {query.dtype}: load the model so")
     queries, keys, rows = pattern.queries, pattern.keys, query.shape[0]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -59,6 +59,9 @@ def attend(
     if meta_q.longest:
         out[meta_q.where] = _merged(q[meta_q.where], k, v, meta_q, [_Part(meta_k, causal=True, window=None)])
     return out
+
+
+_DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
 
 @dataclass
