@@ -7,8 +7,8 @@ moves them.
 b batch   q queries   k keys   h query heads   d head size of queries and keys   e head size of values
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +18,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from . import flash
 
 _BLOCK = 1024  # queries that sdpa computes at once, where a row is long
+
+
+class lazy:
+    """functools.cached_property without its lock, which torch.compile cannot enter before Python 3.12."""
+
+    def __init__(self, compute: Callable[[Any], Any]):
+        self.compute, self.name = compute, compute.__name__
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        value = self.compute(owner)
+        setattr(owner, self.name, value)  # found there from now on
+        return value
 
 
 @dataclass
@@ -80,13 +92,13 @@ class Pattern:
     keys: Places
     window: int | None
 
-    @cached_property
+    @lazy
     def everything(self) -> bool:
         """Whether every query sees every key."""
         one = self.queries.positions.shape[1] == 1 and self.keys.plain
         return one and (self.window is None or int((~self.keys.meta[0]).sum()) <= self.window + 1)
 
-    @cached_property
+    @lazy
     def seen(self) -> Tensor | None:
         """(b or 1, 1, q, k) bool; None for everything. A query sees itself, even padding: no softmax is empty."""
         return None if self.everything else self._seen(self.queries, self.keys)
@@ -104,7 +116,7 @@ class Pattern:
             seen = (seen & keys.real[:, None, :]) | (index[total - count :, None] == index)
         return seen[:, None]
 
-    @cached_property
+    @lazy
     def blocks(self) -> list[Block]:
         """The queries in blocks, so that neither the mask nor the work grows with keys that a block does not see."""
         count, total = self.queries.positions.shape[1], self.keys.positions.shape[1]
@@ -120,7 +132,7 @@ class Pattern:
             blocks.append(Block(queries, keys, self._seen(self.queries.at(queries), self.keys.at(keys))))
         return blocks
 
-    @cached_property
+    @lazy
     def block_mask(self) -> Any:
         """`seen` as flex_attention takes it."""
         from torch.nn.attention.flex_attention import create_block_mask
