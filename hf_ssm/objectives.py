@@ -31,7 +31,9 @@ Collator = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 
 
 class Objective(ABC):
-    """auto_model     the Auto class that builds, loads and saves the model
+    """What differs between objectives; a run is otherwise the same.
+
+    auto_model     the Auto class that builds, loads and saves the model
     pipeline_tag   the Hub's name of the task
     masked         whether texts are framed by special tokens, as an encoder expects it, and there is a mask among them
     measured       name in metrics.json -> what the trainer's `evaluate` calls it; a report leads with the first

@@ -281,6 +281,21 @@ def test_an_interrupted_run_goes_on_with_the_same_losses(
     assert resumed.metrics["accuracy"] == whole.metrics["accuracy"]
 
 
+def test_a_saved_model_is_trained_further(finished, text_folder, tmp_path):
+    changes = {"model": str(finished.model_folder), "tokenizer": None, "training": {"learning_rate": 1e-3}}
+    result = train(tiny_recipe(text_folder, tmp_path / "run", **changes))
+    assert result.metrics["loss"]["before"] == finished.metrics["loss"]["after"]
+    assert result.metrics["loss"]["after"] < result.metrics["loss"]["before"]
+
+
+@pytest.mark.slow
+def test_the_demo_with_fewer_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    changes = ["training.max_steps=30", "data.validation_blocks=8", f"output_dir={tmp_path / 'demo'}"]
+    result = train(load_recipe("configs/recipes/hydra-demo.yaml", changes))
+    assert result.metrics["loss"]["after"] < 0.9 * result.metrics["loss"]["before"]
+
+
 def test_the_papers_optimiser_and_schedule():
     from transformers import get_scheduler
 
