@@ -174,11 +174,38 @@ def convert(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """Show what is installed, and which backend each operator will use here and why."""
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG", help="Instead: how large this model's cache is. A config.json, folder or name."
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(metavar="TOKENS", help="For --cache.")] = 8192,
+) -> None:
+    """Show what is installed, and which backend each operator will use here and why.
+
+    Examples:
+
+        hf-ssm doctor
+
+        hf-ssm doctor --cache nvidia/Hymba-1.5B-Base --context 8192
+    """
     with _readable_errors():
         from hf_ssm import doctor as module
 
+        if cache is not None:
+            from dataclasses import asdict
+
+            from transformers import AutoConfig
+
+            sizes, full = module.cache_sizes(AutoConfig.from_pretrained(cache), context)
+            if as_json:
+                typer.echo(json.dumps({"layers": [asdict(size) for size in sizes], "full_attention": full}, indent=1))
+            else:
+                module.show_cache(sizes, full, context)
+            return
         report = module.examine()
         if as_json:
             typer.echo(json.dumps(report, indent=1))
