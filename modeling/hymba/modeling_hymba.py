@@ -83,7 +83,7 @@ class HymbaAttention(nn.Module):
 
     def prepare(self, x: Tensor, norm: nn.Module | None, rotation: Keys | None) -> Tensor:
         """Queries or keys (b, s, h d) -> (b, h, s, d), normalised and rotated by (cos, sin) (b or 1, 1, s, d)."""
-        x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        x = x.unflatten(-1, (x.shape[-1] // self.head_dim, self.head_dim)).transpose(1, 2)
         if norm is not None:
             x = norm(x)
         if rotation is None:
@@ -115,7 +115,8 @@ class HymbaMixer(nn.Module):
         d_inner, d_state, rank = config.d_inner, config.mamba_d_state, config.mamba_dt_rank
         kv_heads = config.num_key_value_heads
         keys_and_values = [kv_heads * config.head_dim, kv_heads * config.v_head_dim] if owns_keys else []
-        self.owns_keys, self.v_head_dim = owns_keys, config.v_head_dim
+        self.owns_keys = owns_keys
+        self.value_heads = (kv_heads, config.v_head_dim)
         self.in_proj_sizes = [config.hidden_size, *keys_and_values, d_inner, d_inner]
         self.in_proj = nn.Linear(config.hidden_size, sum(self.in_proj_sizes), bias=config.mamba_proj_bias)
         self.self_attn = HymbaAttention(config)
@@ -142,30 +143,31 @@ class HymbaMixer(nn.Module):
         u: Tensor,
         rotation: Keys | None,
         pattern: Pattern,
-        shared: Keys | None,
+        key: Tensor | None,
+        value: Tensor | None,
         conv_state: Tensor | None,
         ssm_state: Tensor | None,
         seq_idx: Tensor | None,
         mask: Tensor | None,
         extend: Extend | None,
         record: Callable[[Replay], None] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Keys, Tensor | None]:
-        """u (b, s, hidden_size) -> the same, both states, the keys and values attended to, and the weights."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """u (b, s, hidden_size) -> the same, both states, the keys and values attended to, and the weights. `key` and
+        `value` are those of another layer, if it does not own keys."""
         query, *own, x, gate = self.in_proj(u).split(self.in_proj_sizes, dim=-1)
         attention = self.self_attn
         if self.owns_keys:
             key = attention.prepare(own[0], attention.k_norm, rotation)
-            value = own[1].unflatten(-1, (-1, self.v_head_dim)).transpose(1, 2)
-            keys = (key, value) if extend is None else extend(key, value)
-        else:
-            assert shared is not None
-            keys = shared
-        attended, weights = attention(attention.prepare(query, attention.q_norm, rotation), *keys, pattern)
+            value = own[1].unflatten(-1, self.value_heads).transpose(1, 2)
+            if extend is not None:
+                key, value = extend(key, value)
+        assert key is not None and value is not None
+        attended, weights = attention(attention.prepare(query, attention.q_norm, rotation), key, value, pattern)
         scanned, *states = self.mix(x, gate, conv_state, ssm_state, seq_idx, mask)
         if record is not None:
             record(partial(self.states_after, x, conv_state, ssm_state, seq_idx, mask))
         fused = (self.pre_avg_layernorm1(attended) + self.pre_avg_layernorm2(scanned)) / 2
-        return self.out_proj(fused), *states, keys, weights
+        return self.out_proj(fused), *states, key, value, weights
 
     def mix(self, x, gate, conv_state, ssm_state, seq_idx, mask) -> tuple[Tensor, Tensor, Tensor]:
         """x (b, s, d), gate (b, s, d) or None -> the gated output of the scan (b, s, d) and both states."""
@@ -223,8 +225,8 @@ class HymbaLayer(GradientCheckpointingLayer):
             self.moe = nn.ModuleDict({"experts": nn.ModuleList([HymbaMLP(config)])})
 
     def forward(self, hidden_states: Tensor, *mixer_inputs: Any) -> tuple[Any, ...]:
-        """hidden_states (b, s, hidden_size) and what the mixer takes -> the same as the mixer. States go in and out as
-        tensors, so that gradient checkpointing and autograd see them."""
+        """hidden_states (b, s, hidden_size) and what the mixer takes -> the same as the mixer. States, keys and values go
+        in and out as tensors, not as a cache or in pairs, so that gradient checkpointing and autograd see them."""
         out, *others = self.mamba(self.input_layernorm(hidden_states), *mixer_inputs)
         hidden_states = hidden_states + out
         if self.moe is not None:
@@ -394,7 +396,7 @@ class HymbaModel(HymbaPreTrainedModel):
             if (window, kept) not in patterns:
                 places = places_of_keys(new, rows.count, past, kept, cache)
                 patterns[window, kept] = Pattern(new, places, window)
-            shared = None if i == producer else keys[producer]
+            shared = (None, None) if i == producer else keys[producer]
             states: tuple[Tensor | None, Tensor | None] = (None, None)
             extend = record = None
             replays: list[Replay] = []
@@ -402,11 +404,11 @@ class HymbaModel(HymbaPreTrainedModel):
                 states = self.states_before(layer, i, cache, hidden_states)
                 extend = partial(cache.extend, i, window=window, index=rows.index)
                 record = replays.append if cache.is_recording_past(i) else None
-            hidden_states, conv_state, ssm_state, used, weight = layer(
+            hidden_states, conv_state, ssm_state, key, value, weight = layer(
                 hidden_states,
                 rotation,
                 patterns[window, kept],
-                shared,
+                *shared,
                 *states,
                 rows.seq_idx,
                 rows.mask,
@@ -415,7 +417,7 @@ class HymbaModel(HymbaPreTrainedModel):
             )
             if cache is not None:
                 cache.advance(i, (conv_state, ssm_state), rows.count, replays[0] if replays else None)
-            keys.append(used)
+            keys.append((key, value))
             weights.append(weight)
         return hidden_states, inputs, weights, keys
 
