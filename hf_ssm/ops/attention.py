@@ -8,7 +8,7 @@ b batch   q queries   k keys   h query heads   d head size of queries and keys  
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,10 +64,14 @@ class Places:
         )
 
     def at(self, tokens: slice | Tensor) -> "Places":
-        given = (self.positions, self.meta, self.sequences, self.real)
-        positions, meta, sequences, real = (None if t is None else t[:, tokens] for t in given)
-        assert positions is not None and meta is not None
-        return Places(positions, meta, sequences, real)
+        return self._each(lambda t: t[:, tokens])
+
+    def to(self, device: Any) -> "Places":
+        return self._each(lambda t: t.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Places":
+        sequences, real = (None if t is None else change(t) for t in (self.sequences, self.real))
+        return Places(change(self.positions), change(self.meta), sequences, real)
 
     @property
     def plain(self) -> bool:
@@ -91,6 +95,15 @@ class Pattern:
     queries: Places
     keys: Places
     window: int | None
+    _elsewhere: dict[Any, "Pattern"] = field(default_factory=dict, repr=False)
+
+    def to(self, device: Any, **kwargs: Any) -> "Pattern":
+        """The same on another device, once for all layers there; accelerate calls it where a model spans several."""
+        if torch.device(device) == self.queries.positions.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Pattern(self.queries.to(device), self.keys.to(device), self.window)
+        return self._elsewhere[device]
 
     @lazy
     def everything(self) -> bool:
