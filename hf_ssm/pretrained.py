@@ -139,7 +139,7 @@ def packed_rows(
             raise ValueError(
                 f"seq_idx has shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"
             )
-        return seq_idx
+        return seq_idx if seqlen else None
     if position_ids is None or seqlen < 2:
         return None
     positions = position_ids.expand(batch, seqlen)
