@@ -139,6 +139,8 @@ def packed_rows(
             raise ValueError(
                 f"seq_idx has shape {tuple(seq_idx.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"
             )
+        if seq_idx.is_floating_point() or seq_idx.dtype == torch.bool:
+            raise ValueError(f"seq_idx is {seq_idx.dtype}, expected an integer type")
         return seq_idx if seqlen else None
     if position_ids is None or seqlen < 2:
         return None

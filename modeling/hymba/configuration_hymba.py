@@ -139,14 +139,10 @@ class HymbaConfig(PreTrainedConfig):
     @property
     def producers(self) -> list[int]:
         """For every layer, the one whose keys and values it attends to."""
-        producers = list(range(self.num_hidden_layers))
-        if self.kv_reuse_group is not None:
-            for first, *consumers in self.kv_reuse_group:
-                for i in consumers:
-                    producers[i] = first
-        elif self.kv_reuse_every_i_layer > 0:
-            producers = [i - i % self.kv_reuse_every_i_layer for i in producers]
-        return producers
+        if self.kv_reuse_group is None and self.kv_reuse_every_i_layer > 0:
+            return [i - i % self.kv_reuse_every_i_layer for i in range(self.num_hidden_layers)]
+        first = {i: group[0] for group in self.kv_reuse_group or [] for i in group}
+        return [first.get(i, i) for i in range(self.num_hidden_layers)]
 
     @property
     def windows(self) -> list[int | None]:
