@@ -106,6 +106,18 @@ class HymbaAttention(nn.Module):
         return out.flatten(2), weights
 
 
+class HymbaParameter(nn.Module):
+    """One parameter with the name of a list's, `A_log.0`; a module that is called, so that accelerate's hooks bring an
+    offloaded parameter here, which they do not for a ParameterList."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.register_parameter("0", nn.Parameter(torch.empty(*shape)))
+
+    def forward(self) -> Tensor:
+        return self.get_parameter("0")
+
+
 class HymbaMixer(nn.Module):
     """in_proj -> q, k, v, x, gate; attention of q, k, v beside convolution and selective scan of x; the mean of both
     normalised outputs -> out_proj. Without `owns_keys`, k and v are those of another layer. Paper: section 2.1."""
@@ -125,8 +137,8 @@ class HymbaMixer(nn.Module):
         self.x_proj = nn.ModuleList([nn.Linear(d_inner, sum(self.x_proj_sizes), bias=False)])
         self.dt_proj = nn.ModuleList([nn.Linear(rank, d_inner, bias=True)])
         self.dt_proj[0].projects_time_step = True  # type: ignore[assignment]
-        self.A_log = nn.ParameterList([torch.empty(d_inner, d_state)])
-        self.D = nn.ParameterList([torch.empty(d_inner)])
+        self.A_log = HymbaParameter(d_inner, d_state)
+        self.D = HymbaParameter(d_inner)
         self.inner_norms = config.mamba_inner_layernorms
         if self.inner_norms:
             self.dt_layernorm = RMSNorm(rank, config.rms_norm_eps)
@@ -175,14 +187,14 @@ class HymbaMixer(nn.Module):
         dt, B, C = self.x_proj[0](x).split(self.x_proj_sizes, dim=-1)
         if self.inner_norms:
             dt, B, C = self.dt_layernorm(dt), self.B_layernorm(B), self.C_layernorm(C)
-        A_log = self.A_log[0]
+        A_log = self.A_log()
         y, ssm_state = selective_scan(
             x,
             self.dt_proj[0](dt),
             -torch.exp(A_log.to(compute_dtype(A_log))),
             B,
             C,
-            self.D[0],
+            self.D(),
             gate,
             dt_softplus=True,
             initial_state=ssm_state,
@@ -254,13 +266,12 @@ class HymbaPreTrainedModel(SSMPreTrainedModel):
             init.copy_(module.bias, log_uniform_time_step_bias(module.out_features))
             return
         super()._init_weights(module)
-        if isinstance(module, nn.ParameterList):
-            for parameter in module:
-                if parameter.ndim == 2:  # A_log
-                    d_inner, d_state = parameter.shape
-                    init.copy_(parameter, torch.arange(1.0, d_state + 1).log().expand(d_inner, d_state))
-                else:
-                    init.ones_(parameter)
+        if isinstance(module, HymbaParameter):
+            parameter = module()
+            if parameter.ndim == 2:  # A_log
+                init.copy_(parameter, torch.arange(1.0, parameter.shape[1] + 1).log().expand_as(parameter))
+            else:
+                init.ones_(parameter)
         elif isinstance(module, HymbaModel) and module.memory_tokens is not None:
             init.normal_(module.memory_tokens, mean=0.0, std=1.0)
 
