@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, TrainingArguments, pipeline
+from typer.testing import CliRunner
 
 import hf_ssm  # noqa: F401  registers the architectures
 from hf_ssm import data, training
@@ -201,6 +202,15 @@ def test_a_run_leaves_everything_it_promises(finished):
     samples = (folder / "samples.md").read_text()
     assert samples.count("⟶") == 1 + 1 + 2  # the heading, one mask, two masks
     assert (folder / "loss.png").exists() and json.loads((folder / "metrics.json").read_text()) == metrics
+
+
+def test_the_command_says_what_was_measured(finished):
+    from hf_ssm.cli import app
+
+    path = finished.folder / "recipe.yaml"  # of a finished run, which is not repeated
+    result = CliRunner().invoke(app, ["train", str(path), "--set", f"output_dir={finished.folder}"])
+    loss = finished.metrics["loss"]
+    assert f"nats per masked token: {loss['before']:.3f} before, {loss['after']:.3f} after training" in result.output
 
 
 def test_the_saved_model_fills_masks(finished):
