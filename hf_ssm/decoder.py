@@ -447,6 +447,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
 class SSMForSequenceClassification(SSMPreTrainedModel):
     """The backbone and a linear layer on each row's last real token."""
 
+    accepts_loss_kwargs = False  # the loss is the mean over rows, whatever the batches that a step is made of
     model_class: type[SSMPreTrainedModel]
 
     def __init__(self, config):

@@ -557,32 +557,6 @@ def test_trainer_takes_two_steps(auto_class, tmp_path):
     assert torch.equal(next(loaded.parameters()), next(model.parameters()))
 
 
-@pytest.mark.parametrize("auto_class", ["AutoModelForMaskedLM", "AutoModelForSequenceClassification"])
-def test_accumulated_gradients_are_those_of_the_whole_batch(auto_class, tmp_path):
-    columns = example(auto_class, batch=4, labels=True)
-    rows = [{name: column[i] for name, column in columns.items()} for i in range(4)]
-    trained = []
-    for size in (4, 1):
-        model = build(auto_class, hidden_dropout_prob=0.0, dtype=torch.float64)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / str(size)),
-            max_steps=1,
-            per_device_train_batch_size=size,
-            gradient_accumulation_steps=4 // size,
-            max_grad_norm=0.0,
-            optim="sgd",
-            learning_rate=0.1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-        )
-        Trainer(model, arguments, train_dataset=rows).train()
-        trained.append(model.state_dict())
-    for name, value in trained[0].items():
-        assert_near(name, trained[1][name], value, TOLERANCE[torch.float64])
-
-
 # --- LoRA ------------------------------------------------------------------------------------------------------------
 
 
