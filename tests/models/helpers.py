@@ -12,7 +12,7 @@ from hf_ssm import registry
 from hf_ssm.ops import use_backend
 from hf_ssm.ops.backends import OPERATORS
 
-DECODERS = ["mamba", "mamba2"]
+DECODERS = ["mamba", "mamba2", "hymba"]
 
 # Largest |got - want| allowed, as a fraction of max(1, max |want|).
 # float64: two layers of sums of at most some hundred terms of order 1 in another order, 2e-16 each.
@@ -31,6 +31,13 @@ TINY = {
         "learnable_initial_states": True, "max_position_embeddings": 64, "pad_token_id": 0,
         "image_size": 8, "patch_size": 2, "num_channels": 2,
     },
+    "hymba": {
+        "vocab_size": 41, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_memory_tokens": 3, "sliding_window": 3, "global_attn_idx": [0],
+        "kv_reuse_group": [[1, 2]], "kq_norm": "perhead-rms", "max_position_embeddings": 128,
+        "orig_max_position_embeddings": 32, "mamba_d_state": 5, "mamba_dt_rank": 3, "mamba_proj_bias": True,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    },
     "mamba": {
         "vocab_size": 41, "hidden_size": 12, "state_size": 5, "num_hidden_layers": 2, "expand": 2, "conv_kernel": 4,
         "time_step_rank": 3, "use_bias": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
@@ -41,6 +48,16 @@ TINY = {
         "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
     },
 }  # fmt: skip
+# What other architectures call by other names than Mamba and Mamba-2.
+NAMES = {
+    "hymba": {"state_size": "mamba_d_state", "conv_kernel": "mamba_d_conv", "layer_norm_epsilon": "rms_norm_eps",
+        "use_bias": "mamba_proj_bias", "mlp_intermediate_size": "intermediate_size"},
+}  # fmt: skip
+
+
+def named(model_type: str, field: str) -> str:
+    """An architecture's own name of a configuration field."""
+    return NAMES.get(model_type, {}).get(field, field)
 
 
 def backends() -> list[str]:
@@ -54,7 +71,13 @@ def on(backend: str | None):
 
 
 def tiny_config(model_type: str, **changes):
+    changes = {named(model_type, field): value for field, value in changes.items()}
     return registry.load(registry.ARCHITECTURES[model_type].config)(**{**TINY[model_type], **changes})
+
+
+def one_layer(model_type: str) -> dict:
+    """Changes that leave one layer."""
+    return {"num_hidden_layers": 1} | ({"kv_reuse_group": None} if model_type == "hymba" else {})
 
 
 def tiny(model_type: str, auto_class: str = "AutoModelForCausalLM", *, seed: int = 0, dtype=torch.float32, **changes):
@@ -73,13 +96,13 @@ def vivid(model, seed: int = 0):
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     for name, parameter in model.named_parameters():
-        if name.endswith(("dt_bias", "dt_proj.bias")):
+        if name.endswith(("dt_bias", "dt_proj.bias", "dt_proj.0.bias")):
             new = normal(parameter.shape) - 1  # softplus(dt) of 0.05 to 1.5: from hardly anything to nearly all
         elif "norm" in name.lower() and name.endswith("weight"):
             new = 1 + 0.3 * normal(parameter.shape)
-        elif name.endswith("A_log"):
+        elif name.endswith(("A_log", "A_log.0")):
             new = 0.7 * normal(parameter.shape)
-        elif name.endswith("conv1d.weight") or "embeddings" in name:
+        elif name.endswith("conv1d.weight") or "embed" in name:
             new = 0.6 * normal(parameter.shape)
         elif parameter.ndim == 2:
             new = normal(parameter.shape) * parameter.shape[1] ** -0.5
@@ -105,11 +128,51 @@ def assert_near(name: str, got: Tensor, want: Tensor, tolerance: float) -> None:
     assert error <= tolerance, f"{name}: off by {error:.2e} of {scale:.2g}, allowed {tolerance:.0e}"
 
 
+def new_cache(model):
+    return model.cache_class(model.config)
+
+
+def mixers(model) -> list:
+    """Of every layer of a decoder or of its base model."""
+    return [layer.mamba if hasattr(layer, "mamba") else layer.mixer for layer in model.base_model.layers]
+
+
+def unused(model, parameter: str) -> bool:
+    """A layer of Hymba that attends to another's keys has a norm for its own, which it does not have: the published
+    files hold it."""
+    owners = [i for i, mixer in enumerate(mixers(model)) if getattr(mixer, "owns_keys", True)]
+    layer = parameter.partition("layers.")[2].partition(".")[0]
+    return "k_norm" in parameter and int(layer) not in owners
+
+
 def states(cache) -> list[Tensor]:
+    """Of the recurrence, two per layer."""
     return [state for layer in cache.layers for state in (layer.conv_states[0], layer.recurrent_states[0])]
 
 
+def keys_and_values(cache) -> list[Tensor]:
+    """Of the attention, two for each layer that has its own."""
+    owners = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    return [tensor for layer in owners for tensor in (layer.keys, layer.values)]
+
+
+def keys_held(cache, config) -> list[list[Tensor]]:
+    """Of every row, what each attention has of the real tokens that later ones can see, (heads, tokens, head size)."""
+    owners = [(layer, i) for i, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None]
+    rows: list[list[Tensor]] = [[] for _ in range(cache.batch_size)]
+    for layer, i in owners:
+        real = cache.real(layer.keys.shape[2])
+        for row, held in enumerate(rows):
+            which = slice(None) if real is None else real[row]
+            held += [t[row][:, which][:, -(config.windows[i] or t.shape[2]) :] for t in (layer.keys, layer.values)]
+    return rows
+
+
 def same_states(got, want, tolerance: float) -> None:
+    """Of caches that were fed the same tokens, padding included."""
+    assert len(keys_and_values(got)) == len(keys_and_values(want))
+    for i, (a, b) in enumerate(zip(keys_and_values(got), keys_and_values(want), strict=True)):
+        assert_near(f"{'values' if i % 2 else 'keys'} of attention {i // 2}", a, b, tolerance)
     got, want = states(got), states(want)
     assert len(got) == len(want)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):

@@ -7,9 +7,17 @@ import torch
 from transformers import DynamicCache, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_ssm import RecurrentCache
-
-from .helpers import DECODERS, TOLERANCE, assert_near, random_ids, same_states, tiny, tokens_fed
+from .helpers import (
+    DECODERS,
+    TOLERANCE,
+    assert_near,
+    new_cache,
+    one_layer,
+    random_ids,
+    same_states,
+    tiny,
+    tokens_fed,
+)
 
 every_model = pytest.mark.parametrize("model_type", DECODERS)
 
@@ -180,7 +188,7 @@ def test_streamers_see_every_token(model):
 def test_assisted_decoding_is_greedy_decoding(model_type, model, assistant, schedule, count):
     helper = {
         "itself": lambda: tiny(model_type, dtype=torch.float64),
-        "another size": lambda: tiny(model_type, dtype=torch.float64, num_hidden_layers=1, state_size=3, seed=1),
+        "another size": lambda: tiny(model_type, dtype=torch.float64, state_size=3, seed=1, **one_layer(model_type)),
         "right half of the time": lambda: nearly(model),
     }[assistant]()
     helper.generation_config.num_assistant_tokens = count
@@ -225,7 +233,7 @@ def test_prompt_lookup_is_greedy_decoding(model, lookup):
 def test_assisted_decoding_goes_on_from_a_cache(model, way, helper, first_assisted):
     ids = random_ids(1, 6)
     assisted = {"prompt_lookup_num_tokens": 3} if helper == "prompt lookup" else {"assistant_model": nearly(model)}
-    cache = RecurrentCache(model.config)
+    cache = new_cache(model)
     first = model.generate(ids, **GREEDY, past_key_values=cache, **(assisted if first_assisted else {}))
     seen = cache.get_seq_length()
     whole = torch.cat([first, random_ids(1, 3, seed=8)], dim=1)
@@ -252,9 +260,9 @@ def test_assisted_sampling_runs(model):
 
 
 CACHES = {
-    "RecurrentCache": lambda config: RecurrentCache(config),
-    "DynamicCache(config=...)": lambda config: DynamicCache(config=config),
-    "DynamicCache()": lambda config: DynamicCache(),
+    "ours": new_cache,
+    "DynamicCache(config=...)": lambda model: DynamicCache(config=model.config),
+    "DynamicCache()": lambda model: DynamicCache(),
 }
 
 
@@ -265,7 +273,7 @@ CACHES = {
 @pytest.mark.parametrize("new", [1, 2, 20])
 def test_a_second_turn_is_the_whole_conversation(model, cache_kind, name, way, new):
     ids = random_ids(2, 6)
-    cache = CACHES[cache_kind](model.config)
+    cache = CACHES[cache_kind](model)
     first = model.generate(ids, **GREEDY, **{name: cache})
     assert torch.equal(first, greedy(model, ids))
     seen = cache.get_seq_length()
@@ -292,7 +300,7 @@ def test_a_second_turn_is_the_whole_conversation(model, cache_kind, name, way, n
 def test_a_second_turn_of_padded_rows(model, rows, side, chunk):
     """Each row's conversation goes on as if it were alone, padding of both turns in between."""
     ids, mask = padded(rows, side)
-    cache = RecurrentCache(model.config)
+    cache = new_cache(model)
     first = model.generate(ids, attention_mask=mask, **GREEDY, past_key_values=cache)
     turns = [random_ids(1, length, seed=20 + length)[0] for length in (1, 4, 3)]
     turn_ids, turn_mask = padded(turns, side)
@@ -363,9 +371,9 @@ def test_cache_params_names_the_same_cache(model):
         assert again.past_key_values is out.past_key_values
         same = model(ids, past_key_values=out.past_key_values, cache_params=out.past_key_values)
         assert same.past_key_values.get_seq_length() == 15
-        assert model.backbone(ids, cache_params=RecurrentCache(model.config)).cache_params.get_seq_length() == 5
+        assert model.base_model(ids, cache_params=new_cache(model)).cache_params.get_seq_length() == 5
         with pytest.raises(ValueError, match="two names for one cache"):
-            model(ids, past_key_values=out.past_key_values, cache_params=RecurrentCache(model.config))
+            model(ids, past_key_values=out.past_key_values, cache_params=new_cache(model))
 
 
 # --- what comes back -------------------------------------------------------------------------------------------------
@@ -386,7 +394,7 @@ def test_scores_and_hidden_states_of_generation(model):
         want = model(out.sequences, use_cache=False).logits[:, 4:-1]
     assert_near("scores", torch.stack(out.scores, dim=1), want, 1e-6)  # generate() keeps scores in float32
     assert_near("logits", torch.stack(out.logits, dim=1), want, 1e-6)
-    assert isinstance(out.past_key_values, RecurrentCache)
+    assert type(out.past_key_values) is model.cache_class
     assert out.past_key_values.get_seq_length() == 5 + NEW - 1
     assert len(out.hidden_states) == NEW
     assert [h.shape[1] for h in out.hidden_states[0]] == [5] * (model.config.num_hidden_layers + 1)
@@ -423,15 +431,20 @@ def test_generation_computes_one_rows_logits_only(model):
 
 @every_model
 def test_hidden_states(model):
-    ids = random_ids(2, 6)
+    ids, inputs = random_ids(2, 6), []
+    for layer in model.base_model.layers:
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0][:, -6:]))
     with torch.no_grad():
-        out = model.backbone(ids, output_hidden_states=True)
+        out = model.base_model(ids, output_hidden_states=True, use_cache=False)
         assert len(out.hidden_states) == model.config.num_hidden_layers + 1
         assert torch.equal(out.hidden_states[0], model.get_input_embeddings()(ids))
         assert torch.equal(out.hidden_states[-1], out.last_hidden_state)
-        again = model.backbone.layers[0](out.hidden_states[0])[0]
-        assert_near("block 0", again, out.hidden_states[1], TOLERANCE[torch.float64])
-        assert model(ids, output_hidden_states=True, return_dict=False)[-1][0].shape == (2, 6, 12)
+        assert all(torch.equal(a, b) for a, b in zip(inputs, out.hidden_states, strict=False))
+        assert model(ids, output_hidden_states=True, return_dict=False)[-1][0].shape == (
+            2,
+            6,
+            model.config.hidden_size,
+        )
 
 
 @every_model

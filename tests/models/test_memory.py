@@ -9,6 +9,14 @@ import pytest
 from .helpers import DECODERS
 
 CHUNK = 512
+SIZES = {  # Hymba without its global layers, whose keys and values are all kept
+    "hymba": {
+        "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 128, "sliding_window": 64,
+        "num_memory_tokens": 8, "max_position_embeddings": 32768, "mamba_d_state": 16,
+    },
+    "mamba": {"state_size": 16},
+    "mamba2": {"state_size": 16, "head_dim": 32, "n_groups": 1},
+}  # fmt: skip
 # Above what a prompt of a few chunks needs. One prompt token costs 24 bytes in ids and masks; a single layer's
 # activations for the whole long prompt would be some 100 MB at this size, and the logits 200 MB.
 ALLOWED_MB = 24
@@ -20,8 +28,7 @@ def peak_mb(model_type: str, tokens: int) -> float:
         torch.set_num_threads(1)
         import hf_ssm
         from hf_ssm import registry
-        sizes = dict(hidden_size=128, num_hidden_layers=2, vocab_size=2048, state_size=16)
-        sizes |= dict(head_dim=32, n_groups=1) if "{model_type}" == "mamba2" else {{}}
+        sizes = dict(hidden_size=128, num_hidden_layers=2, vocab_size=2048) | {SIZES[model_type]!r}
         architecture = registry.ARCHITECTURES["{model_type}"]
         config = registry.load(architecture.config)(**sizes)
         model = registry.load(architecture.models["AutoModelForCausalLM"])(config).eval()
