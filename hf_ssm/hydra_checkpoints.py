@@ -16,7 +16,12 @@ from hf_ssm.convert import UnknownCheckpoint, fitting
 # --- configurations ------------------------------------------------------------------------------------------------
 
 # field of the authors' BertConfig -> field of ours, where they differ
-_RENAMED = {"d_state": "state_size", "headdim": "head_dim", "d_conv": "conv_kernel"}
+_RENAMED = {
+    "d_state": "state_size",
+    "headdim": "head_dim",
+    "d_conv": "conv_kernel",
+    "layer_norm_eps": "embedding_norm_epsilon",
+}
 # what the authors' classes use where config.json says nothing and our default differs
 _ORIGINAL_DEFAULTS: dict[str, Any] = {"vocab_size": 30522, "num_hidden_layers": 12}
 # fields of attention, of MLPs and of the other matrix mixers, which a Hydra does not have
@@ -35,7 +40,6 @@ _NO_EFFECT = {
     "use_cache",
     "transformers_version",
 }
-_HEAD_NORM_EPSILON = 1e-12  # of the masked-LM head, which their configuration does not change
 
 
 def is_original_config(config: dict[str, Any]) -> bool:
@@ -61,20 +65,13 @@ def _translated(config: dict[str, Any]) -> dict[str, Any]:
     mixer = config["matrix_mixer_type"]
     if mixer != "hydra":
         raise UnknownCheckpoint(f"matrix_mixer_type={mixer!r}: only 'hydra' is a Hydra, the others are other models")
-    epsilon = config.get("layer_norm_eps", _HEAD_NORM_EPSILON)
-    if epsilon != _HEAD_NORM_EPSILON:
-        raise UnknownCheckpoint(
-            f"layer_norm_eps={epsilon}: the original's masked-LM head keeps {_HEAD_NORM_EPSILON}, ours would not"
-        )
     translated: dict[str, Any] = {
-        _RENAMED.get(name, name): value
-        for name, value in config.items()
-        if name not in _NO_EFFECT | {"layer_norm_eps", "pool_all"}
+        _RENAMED.get(name, name): value for name, value in config.items() if name not in _NO_EFFECT | {"pool_all"}
     }
     if config.get("architectures"):
         translated["architectures"] = [name.replace("Bert", "Hydra", 1) for name in config["architectures"]]
     pooling = "mean" if config.get("pool_all") else "first"
-    return translated | {"model_type": "hydra", "pooling": pooling, "embedding_norm_epsilon": epsilon}
+    return translated | {"model_type": "hydra", "pooling": pooling}
 
 
 # what the authors' classes do not let their configuration change
@@ -84,7 +81,6 @@ _FIXED = {
     "use_conv_bias": True,
     "learnable_initial_states": False,
     "layer_norm_epsilon": 1e-5,
-    "embedding_norm_epsilon": _HEAD_NORM_EPSILON,
     "time_step_limit": [0.0, float("inf")],
     "tie_word_embeddings": True,
 }
@@ -106,7 +102,6 @@ def config_to_original(config: Any) -> dict[str, Any]:
         "matrix_mixer_type": "hydra",
         **{name: getattr(config, name) for name in _WRITTEN},
         **{theirs: getattr(config, name) for theirs, name in _RENAMED.items()},
-        "layer_norm_eps": config.embedding_norm_epsilon,
         "pool_all": config.pooling == "mean",
         "id2label": config.id2label,
         "label2id": config.label2id,

@@ -30,7 +30,8 @@ class HydraConfig(PreTrainedConfig):
         hidden_act: activation in the masked-LM head; the mixer's are SiLU.
         is_prenorm: h + mixer(norm(h)), and a norm behind the last layer; otherwise norm(h + mixer(h)).
         layer_norm_epsilon: of the layers' LayerNorms and the mixers' gated norms.
-        embedding_norm_epsilon: of the LayerNorms outside the layers.
+        embedding_norm_epsilon: of the LayerNorms behind the embeddings, behind the last layer if is_prenorm, and in
+            front of the image classifier; that of the masked-LM head is always 1e-12.
         type_vocab_size: token types.
         use_position_embeddings: learned positions, of tokens or of patches.
         max_position_embeddings: how many positions tokens have, if any; without, no length is too long.

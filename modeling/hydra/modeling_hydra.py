@@ -311,10 +311,12 @@ class HydraModel(HydraPreTrainedModel):
 class HydraPredictions(nn.Module):
     """Linear, activation, LayerNorm, and the projection to the vocabulary."""
 
+    _NORM_EPSILON = 1e-12  # whatever the other norms have, as in the authors' code
+
     def __init__(self, config: HydraConfig):
         super().__init__()
         size = config.hidden_size
-        norm = LayerNorm(size, eps=config.embedding_norm_epsilon)
+        norm = LayerNorm(size, eps=self._NORM_EPSILON)
         self.transform = nn.ModuleDict({"dense": nn.Linear(size, size), "LayerNorm": norm})
         self.activation = ACT2FN[config.hidden_act]
         self.decoder = nn.Linear(size, config.vocab_size)

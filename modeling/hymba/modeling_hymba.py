@@ -237,8 +237,8 @@ class HymbaLayer(GradientCheckpointingLayer):
             self.moe = nn.ModuleDict({"experts": nn.ModuleList([HymbaMLP(config)])})
 
     def forward(self, hidden_states: Tensor, *mixer_inputs: Any) -> tuple[Any, ...]:
-        """hidden_states (b, s, hidden_size) and what the mixer takes -> the same as the mixer. States, keys and values go
-        in and out as tensors, not as a cache or in pairs, so that gradient checkpointing and autograd see them."""
+        """hidden_states (b, s, hidden_size) and what the mixer takes -> the same as the mixer. States, keys and values
+        go in and out as tensors, not as a cache or in pairs, so that gradient checkpointing and autograd see them."""
         out, *others = self.mamba(self.input_layernorm(hidden_states), *mixer_inputs)
         hidden_states = hidden_states + out
         if self.moe is not None:
@@ -373,8 +373,8 @@ class HymbaModel(HymbaPreTrainedModel):
         )
 
     def meta_tokens(self) -> list[MetaTokens]:
-        """What the meta tokens leave behind in every layer, for one row. A cache computes it once, for all its rows; it
-        is not kept beyond, since nothing tells when adapters, hooks or `parameter.data` have changed the model."""
+        """What the meta tokens leave behind in every layer, for one row. A cache computes it once, for all its rows;
+        it is not kept beyond, since nothing tells when adapters, hooks or `parameter.data` have changed the model."""
         assert self.memory_tokens is not None
         cache = HybridMambaAttentionDynamicCache(self.config)
         rows = _Rows.of(self.memory_tokens[None], None, None, None, in_front=False)

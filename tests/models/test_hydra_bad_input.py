@@ -172,7 +172,6 @@ def test_broken_weights(saved):
     [
         ({"model_type": "bert", "hidden_size": 8}, "the configuration of a BERT, not of a Hydra"),
         ({"model_type": "bert", "matrix_mixer_type": "attention"}, "matrix_mixer_type='attention'"),
-        ({"model_type": "bert", "matrix_mixer_type": "hydra", "layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05"),
     ],
     ids=str,
 )

@@ -123,7 +123,7 @@ def test_a_configuration_is_read_off_the_shapes(case, tmp_path):
     ("auto_class", "changes_of_head"),
     [
         ("AutoModel", {}),
-        ("AutoModelForMaskedLM", {"use_position_embeddings": True}),
+        ("AutoModelForMaskedLM", {"use_position_embeddings": True, "embedding_norm_epsilon": 1e-3}),
         ("AutoModelForQuestionAnswering", {}),
         ("AutoModelForSequenceClassification", {"num_labels": 5}),
         ("AutoModelForTokenClassification", {"num_labels": 5}),
