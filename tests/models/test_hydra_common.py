@@ -620,6 +620,7 @@ def test_memory_is_linear_in_the_length():
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_sentence_transformers_wraps_a_saved_model(folder, side, tmp_path):
     import sentence_transformers as library
+
     model = library.SentenceTransformer(folder("AutoModel"), device="cpu")  # adds mean pooling
     model.tokenizer.padding_side = side
     alone = torch.stack([torch.tensor(model.encode(text)) for text in TEXTS])
