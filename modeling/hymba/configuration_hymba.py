@@ -13,7 +13,9 @@ class HymbaConfig(PreTrainedConfig):
     """Hymba: A Hybrid-head Architecture for Small Language Models, arXiv:2411.13676.
 
     Field names and file format are those of NVIDIA's published config.json; the defaults are those of Hymba-1.5B-Base.
-    Unknown fields are kept as attributes, as transformers does.
+    Unknown fields are kept as attributes, as transformers does. What a file written by NVIDIA's code says of `use_cache`
+    is not read: it says false, because that code's cache decodes something else than one pass does, and ours does not.
+    `use_cache=False` as an argument counts.
 
     Args:
         vocab_size: rows of the embedding.
@@ -49,6 +51,7 @@ class HymbaConfig(PreTrainedConfig):
     """
 
     model_type = "hymba"
+    written_by_nvidia = False  # set where it is so
     keys_to_ignore_at_inference = ["past_key_values"]
 
     vocab_size: int = 32001
@@ -105,6 +108,9 @@ class HymbaConfig(PreTrainedConfig):
             self.global_attn_idx = []
         kwargs.pop("conv_dim", None)  # follows from the other fields
         kwargs.pop("v_head_dim", None)
+        remote_code = kwargs.pop("auto_map", None)  # which is not saved beside our files
+        if remote_code and str(self.transformers_version).startswith("4."):
+            self.use_cache = self.written_by_nvidia = True
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -115,13 +121,14 @@ class HymbaConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """With what NVIDIA's code expects in the file and ours derives."""
-        derived = {
+        fields = {"seq_length": self.max_position_embeddings} | super().to_dict()
+        fields.pop("written_by_nvidia", None)
+        return fields | {
             "attn_implementation": self.attn_implementation_new,
             "conv_dim": {str(i): self.d_inner for i in range(self.num_hidden_layers)},
             "layer_type": ["h"] * self.num_hidden_layers,
             "v_head_dim": self.v_head_dim,
         }
-        return super().to_dict() | derived
 
     @property
     def d_inner(self) -> int:

@@ -571,11 +571,17 @@ def sequence_lengths(places: Places) -> Tensor:
 
 
 class HymbaForCausalLM(SSMForCausalLM, HymbaPreTrainedModel, GenerationMixin):
-    """The language model."""
+    """The language model. Loaded from NVIDIA's files it generates with a cache, whatever their generation_config.json
+    says of `use_cache`; see `HymbaConfig`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     cache_class = HybridMambaAttentionDynamicCache
     model_class = HymbaModel
+
+    def adjust_generation_fn(self, generation_config, *args: Any, **kwargs: Any) -> None:
+        super().adjust_generation_fn(generation_config, *args, **kwargs)
+        if generation_config is None and self.config.written_by_nvidia:
+            self.generation_config.use_cache = self.config.use_cache
 
 
 class HymbaForSequenceClassification(SSMForSequenceClassification, HymbaPreTrainedModel):
