@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/has-train  ## train a small Mamba-2 and a small Hydra, generate, fill masks: minutes on two CPU cores
+demo: $(VENV)/has-train  ## train small Mamba-2, Hymba and Hydra models, generate, fill masks: minutes on two CPU cores
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/has-test  ## run the tests

@@ -508,20 +508,23 @@ def _tokens_per_step(trainer: SSMTrainer, recipe: Recipe) -> int:
 
 
 def _write_report(run: Path, objective: Objective, metrics: dict[str, Any], samples: str) -> None:
-    _plot_loss(run / "loss.png", objective, metrics)
+    plot_losses(run / "loss.png", {"training": metrics}, objective.loss_unit)
     write_atomically(run / "samples.md", samples)
     write_atomically(run / "report.md", _report_markdown(objective, metrics))
 
 
-def _plot_loss(path: Path, objective: Objective, metrics: dict[str, Any]) -> None:
+def plot_losses(path: Path, runs: Mapping[str, Mapping[str, Any]], unit: str) -> None:
+    """Draw the loss of every run, given by its metrics, and its validation before and after, into a PNG file."""
     from matplotlib.figure import Figure  # not pyplot: no display, no global state
 
-    history, loss = metrics["history"], metrics["loss"]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], label="training")
-    axes.plot([0, metrics["steps"]], [loss["before"], loss["after"]], "o", label="validation, before and after")
-    axes.set(xlabel="step", ylabel=f"loss ({objective.loss_unit})", ylim=(0, None))
+    for name, metrics in runs.items():
+        history, loss = metrics["history"], metrics["loss"]
+        (line,) = axes.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], label=name)
+        label = "validation, before and after" if len(runs) == 1 else f"{name}: validation"
+        axes.plot([0, metrics["steps"]], [loss["before"], loss["after"]], "o", color=line.get_color(), label=label)
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120, format="png")

@@ -1,5 +1,5 @@
-"""The whole main job in one go, for `make demo`: train a small Mamba-2, save it, load it back, generate; then a small
-Hydra, which fills masks.
+"""The whole main job in one go, for `make demo`: train a small Mamba-2 and a Hymba of the same size, save them, load
+them back, generate, and compare; then a small Hydra, which fills masks.
 
 The recipes say everything; this script runs them anew and prints what came out.
 """
@@ -15,7 +15,7 @@ from transformers import pipeline
 import hf_ssm  # noqa: F401  registers the architectures
 from hf_ssm.objectives import objective_of
 from hf_ssm.recipes import load_recipe
-from hf_ssm.training import RunResult, train
+from hf_ssm.training import RunResult, plot_losses, train
 
 
 def run(path: str) -> RunResult:
@@ -33,11 +33,22 @@ def run(path: str) -> RunResult:
 
 
 mamba2 = run("configs/recipes/demo.yaml")
+hymba = run("configs/recipes/hymba-demo.yaml")
+both = {"Mamba-2": mamba2, "Hymba": hymba}
+picture = hymba.folder / "beside-mamba2.png"
+plot_losses(picture, {name: result.metrics for name, result in both.items()}, "nats per token")
+for name, result in both.items():
+    bits, seconds = result.metrics["bits_per_byte"]["after"], result.metrics["training_seconds"]
+    print(
+        f"{name:8} {result.metrics['parameters']:,} parameters, {bits:.3f} bits per byte, trained in {seconds:.0f} s"
+    )
+print(f"Both curves: {picture}\n")
+
 hydra = run("configs/recipes/hydra-demo.yaml")
 
 fill = pipeline("fill-mask", model=str(hydra.model_folder))
 for answer in fill("def __init__(<|mask|>, name):", top_k=3):
     print(f"{answer['score']:.2f}  {answer['sequence']}")
 
-print(f"\nEverything is in {mamba2.folder}/ and {hydra.folder}/. Go on with:")
+print(f"\nEverything is in {mamba2.folder}/, {hymba.folder}/ and {hydra.folder}/. Go on with:")
 print(f"  hf-ssm generate {mamba2.model_folder} 'class '")

@@ -447,11 +447,12 @@ def test_streaming_resumes_too(text_folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_demo_with_fewer_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize("recipe", ["demo.yaml", "hymba-demo.yaml"])
+def test_the_demo_with_fewer_steps(recipe, tmp_path, monkeypatch):
     root = Path(__file__).parent.parent
     monkeypatch.chdir(root)
     changes = ["training.max_steps=20", "data.validation_blocks=8", f"output_dir={tmp_path / 'demo'}"]
-    result = train(load_recipe(root / "configs/recipes/demo.yaml", changes))
+    result = train(load_recipe(root / "configs/recipes" / recipe, changes))
     assert result.metrics["bits_per_byte"]["after"] < 0.9 * result.metrics["bits_per_byte"]["before"]
     assert (result.folder / "samples.md").read_text().count("⟶") == 1 + 3
 
