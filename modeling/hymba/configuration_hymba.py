@@ -32,7 +32,8 @@ class HymbaConfig(PreTrainedConfig):
         kq_norm: RMS norm of keys and queries: "none", "rms" (one weight for all heads) or "perhead-rms".
         rope: whether queries and keys are rotated by their positions.
         rope_type: "default", or "ntk" for a base that grows with max / orig_max_position_embeddings, or "dynamic_ntk"
-            for one that grows with the sequence beyond orig_max_position_embeddings.
+            for one that grows with the sequence beyond orig_max_position_embeddings. What a cache holds keeps the
+            rotation that it got: with "dynamic_ntk" decoding with a cache equals one pass up to that length only.
         rope_theta: base of the rotation's frequencies.
         max_position_embeddings, orig_max_position_embeddings: tokens the model was made for, and trained on before.
         mamba_d_state, mamba_d_conv, mamba_expand, mamba_dt_rank: sizes of the SSM branch; the rank "auto" is
@@ -108,6 +109,8 @@ class HymbaConfig(PreTrainedConfig):
             self.global_attn_idx = []
         kwargs.pop("conv_dim", None)  # follows from the other fields
         kwargs.pop("v_head_dim", None)
+        if kwargs.get("attn_implementation") == "flex":  # what `to_dict` writes for NVIDIA's code
+            del kwargs["attn_implementation"]
         remote_code = kwargs.pop("auto_map", None)  # which is not saved beside our files
         if remote_code and str(self.transformers_version).startswith("4."):
             self.use_cache = self.written_by_nvidia = True

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import can_return_tuple, is_tracing
+from transformers.utils import can_return_tuple, is_tracing, logging
 
 from hf_ssm.cache import HybridMambaAttentionDynamicCache, MetaTokens, Replay, States, check_states
 from hf_ssm.decoder import (
@@ -43,6 +43,8 @@ from hf_ssm.pretrained import (
 )
 
 from .configuration_hymba import HymbaConfig
+
+logger = logging.get_logger(__name__)
 
 Keys = tuple[Tensor, Tensor]  # (b, kv_heads, tokens, head size) keys and values
 Extend = Callable[[Tensor, Tensor], Keys]  # a call's keys and values -> these behind those of the tokens before
@@ -359,12 +361,13 @@ class HymbaModel(HymbaPreTrainedModel):
             recorded = (*(rows.tokens(state) for state in states), last_hidden_state)
         attentions = None
         if self.config.output_attentions if output_attentions is None else output_attentions:
-            if any(w is None for w in weights):
-                raise ValueError(
+            if all(w is not None for w in weights):
+                attentions = tuple(rows.tokens(w, dim=2) for w in weights)
+            else:
+                logger.warning_once(
                     f"output_attentions: {self.config._attn_implementation!r} attention does not have the weights; "
                     "load the model with attn_implementation='eager'"
                 )
-            attentions = tuple(rows.tokens(w.transpose(1, 2)).transpose(1, 2) for w in weights)
         return SSMModelOutput(
             last_hidden_state=last_hidden_state,
             past_key_values=cache if use_cache else None,
@@ -547,11 +550,13 @@ class _Rows:
         run = sequence_starts(self.seq_idx).cumsum(dim=1)
         return Places(positions + before * (run == 0), self.meta, run, self.mask)
 
-    def tokens(self, t: Tensor) -> Tensor:
-        """(b, s, ...) -> (b, count, ...), without meta tokens."""
+    def tokens(self, t: Tensor, dim: int = 1) -> Tensor:
+        """`t` without meta tokens, which stand among those of dimension `dim`."""
+        if t.shape[dim] == self.count:
+            return t
         if self.index is None:
-            return t[:, t.shape[1] - self.count :]
-        return take_tokens(t, self.index)
+            return t.narrow(dim, t.shape[dim] - self.count, self.count)
+        return take_tokens(t.transpose(1, dim), self.index).transpose(1, dim)
 
 
 def tokens_of_earlier_sequences(seq_idx: Tensor, mask: Tensor | None, past: int) -> Tensor:
@@ -582,6 +587,14 @@ class HymbaForCausalLM(SSMForCausalLM, HymbaPreTrainedModel, GenerationMixin):
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is None and self.config.written_by_nvidia:
             self.generation_config.use_cache = self.config.use_cache
+
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        if generation_config.output_attentions:
+            raise ValueError(
+                "output_attentions: assisted decoding takes the weights apart as if every key were a token and all were "
+                "seen; decode without an assistant"
+            )
+        return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
 
 class HymbaForSequenceClassification(SSMForSequenceClassification, HymbaPreTrainedModel):
