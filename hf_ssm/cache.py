@@ -68,7 +68,7 @@ class RecurrentCache(DynamicCache):
                     f"layer {i} of past_key_values is a {type(layer).__name__}, this model's is a {kind.__name__}: "
                     "it belongs to another model"
                 )
-        if any(layer.has_previous_state[0] for layer in layers):
+        if any(layer.has_previous_state[0] or getattr(layer, "keys", None) is not None for layer in layers):
             raise ValueError(
                 "past_key_values was filled by another implementation, which does not say how many tokens it has "
                 f"seen; use {cls.__name__}(config)"
@@ -197,6 +197,33 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
     `layers[i].keys` (batch, kv_heads, tokens, head size) and `layers[i].values` hold the tokens' own.
     """
 
+    @classmethod
+    def adopt(cls, cache: Cache, config: PreTrainedConfig) -> Self:
+        adopted = super().adopt(cache, config)
+        adopted._check(config)
+        return adopted
+
+    def _check(self, config: PreTrainedConfig) -> None:
+        """Refuse what another configuration filled."""
+        sizes = (config.num_key_value_heads, config.head_dim, config.v_head_dim)
+        for i, (layer, producer, window) in enumerate(zip(self.layers, config.producers, config.windows, strict=True)):
+            wrong = None
+            if hasattr(layer, "keys") != (producer == i):
+                wrong = "shares keys and values otherwise"
+            elif producer == i and (layer.sliding_window if layer.is_sliding else None) != window:
+                wrong = "has another window"
+            elif self.kept(i) and (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) != sizes:
+                wrong = "has other heads"
+            if wrong:
+                raise ValueError(
+                    f"layer {i} of past_key_values {wrong} than this model's: it belongs to another model"
+                )
+        if (self.meta is not None or self.get_seq_length()) and self.meta_count != config.num_memory_tokens:
+            raise ValueError(
+                f"past_key_values has {self.meta_count} meta tokens and this model {config.num_memory_tokens}: "
+                "it belongs to another model"
+            )
+
     def _prepare(self) -> None:
         super()._prepare()
         self.meta: list[MetaTokens] | None = None
@@ -233,7 +260,7 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
 
     def kept(self, layer_idx: int) -> int:
         """Tokens whose keys and values a layer holds."""
-        keys = self.layers[layer_idx].keys
+        keys = getattr(self.layers[layer_idx], "keys", None)
         return 0 if keys is None else keys.shape[2]
 
     @property

@@ -13,9 +13,9 @@ class HymbaConfig(PreTrainedConfig):
     """Hymba: A Hybrid-head Architecture for Small Language Models, arXiv:2411.13676.
 
     Field names and file format are those of NVIDIA's published config.json; the defaults are those of Hymba-1.5B-Base.
-    Unknown fields are kept as attributes, as transformers does. What a file written by NVIDIA's code says of `use_cache`
-    is not read: it says false, because that code's cache decodes something else than one pass does, and ours does not.
-    `use_cache=False` as an argument counts.
+    Unknown fields are kept as attributes, as transformers does. What a file written by NVIDIA's code says of
+    `use_cache` is not read: it says false, because that code's cache decodes something else than one pass does, and
+    ours does not. `use_cache=False` as an argument counts.
 
     Args:
         vocab_size: rows of the embedding.
@@ -191,7 +191,7 @@ class HymbaConfig(PreTrainedConfig):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.hidden_size % heads:
             raise ValueError(f"num_attention_heads={heads} must divide hidden_size={self.hidden_size}")
-        if self.mamba_expand * self.hidden_size != self.d_inner or self.d_inner % heads:
+        if self.d_inner < 1 or self.mamba_expand * self.hidden_size != self.d_inner or self.d_inner % heads:
             raise ValueError(
                 f"num_attention_heads={heads} must divide mamba_expand * hidden_size = "
                 f"{self.mamba_expand * self.hidden_size}"

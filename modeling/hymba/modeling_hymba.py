@@ -260,6 +260,10 @@ class HymbaPreTrainedModel(SSMPreTrainedModel):
     _supports_flash_attn = True
     _supports_attention_backend = True
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the use of its table in this file; hf_ssm.ops.attention uses it
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if getattr(module, "projects_time_step", False):
@@ -347,12 +351,10 @@ class HymbaModel(HymbaPreTrainedModel):
         mask = padding_mask(attention_mask, batch, seqlen, past)
         seq_idx = packed_rows(seq_idx, position_ids, mask, batch, seqlen)
 
-        if cache is not None:
-            if cache.meta is None and not past and self.memory_tokens is not None:
-                cache.begin(self.meta_tokens())
-            cache.feed(mask, batch, seqlen)
+        if cache is not None and cache.meta is None and not past and self.memory_tokens is not None:
+            cache.begin(self.meta_tokens())
         rows = _Rows.of(inputs_embeds, mask, seq_idx, self.memory_tokens, in_front=cache is None)
-        hidden_states, states, weights, _ = self.through_layers(rows, cache)
+        hidden_states, states, weights, _ = self.through_layers(rows, cache, mask)
         if cache is not None and seq_idx is not None:
             cache.forget(tokens_of_earlier_sequences(seq_idx, mask, past))
         last_hidden_state = rows.tokens(self.final_layernorm(hidden_states))
@@ -391,13 +393,18 @@ class HymbaModel(HymbaPreTrainedModel):
         return meta
 
     def through_layers(
-        self, rows: "_Rows", cache: HybridMambaAttentionDynamicCache | None
+        self, rows: "_Rows", cache: HybridMambaAttentionDynamicCache | None, real: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], list[Any], list[Keys]]:
         """The last layer's output, and of every layer its input, attention weights, and the keys and values it attends
-        to. What the cache holds comes before; it takes what is new."""
+        to. What the cache holds comes before; it takes what is new, where `real` (b, count) is False for padding.
+        """
         past = 0 if cache is None else cache.get_seq_length()
-        new = rows.places(0 if cache is None else cache.tokens_before(rows.count) + cache.meta_count)
+        new = rows.places(0 if cache is None else cache.tokens_before(0) + cache.meta_count)
         rotation = self.rotation(new, rows.hidden.dtype)
+        states: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self.layers)
+        if cache is not None:  # nothing has changed it yet: a refused call leaves it as it was
+            states = [self.states_before(layer, i, cache, rows.hidden) for i, layer in enumerate(self.layers)]
+            cache.feed(real, rows.hidden.shape[0], rows.count)
         hidden_states = rows.hidden
         inputs: list[Tensor] = []
         weights: list[Any] = []
@@ -411,11 +418,9 @@ class HymbaModel(HymbaPreTrainedModel):
                 places = places_of_keys(new, rows.count, past, kept, cache)
                 patterns[window, kept] = Pattern(new, places, window)
             shared = (None, None) if i == producer else keys[producer]
-            states: tuple[Tensor | None, Tensor | None] = (None, None)
             extend = record = None
             replays: list[Replay] = []
             if cache is not None:
-                states = self.states_before(layer, i, cache, hidden_states)
                 extend = partial(cache.extend, i, window=window, index=rows.index)
                 record = replays.append if cache.is_recording_past(i) else None
             hidden_states, conv_state, ssm_state, key, value, weight = layer(
@@ -423,7 +428,7 @@ class HymbaModel(HymbaPreTrainedModel):
                 rotation,
                 patterns[window, kept],
                 *shared,
-                *states,
+                *states[i],
                 rows.seq_idx,
                 rows.mask,
                 extend,
@@ -591,8 +596,8 @@ class HymbaForCausalLM(SSMForCausalLM, HymbaPreTrainedModel, GenerationMixin):
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         if generation_config.output_attentions:
             raise ValueError(
-                "output_attentions: assisted decoding takes the weights apart as if every key were a token and all were "
-                "seen; decode without an assistant"
+                "output_attentions: assisted decoding takes the weights apart as if every key were a token, and every "
+                "layer saw all; decode without an assistant"
             )
         return super()._assisted_decoding(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
