@@ -39,6 +39,7 @@ class RecurrentCache(DynamicCache):
     """
 
     is_compileable = False  # transformers would compile every call of generate() for it
+    implementations: tuple[str | None, ...] = (None, "dynamic", "static")  # names it goes by: its size is fixed
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
@@ -223,6 +224,8 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
                 f"past_key_values has {self.meta_count} meta tokens and this model {config.num_memory_tokens}: "
                 "it belongs to another model"
             )
+
+    implementations = (None, "dynamic")
 
     def _prepare(self) -> None:
         super()._prepare()

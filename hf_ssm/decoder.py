@@ -265,10 +265,10 @@ class SSMGenerationMixin(GenerationMixin):
         cache = one_cache(model_kwargs.get("past_key_values"), model_kwargs.pop("cache_params", None))
         if cache is None and not generation_config.use_cache:
             return
-        if generation_config.cache_implementation == "quantized":
+        if generation_config.cache_implementation not in self.cache_class.implementations:
             raise ValueError(
-                "cache_implementation='quantized' quantises keys and values; this model has recurrent states of a "
-                "fixed size and none of those: leave it out"
+                f"cache_implementation={generation_config.cache_implementation!r}: this model's states are kept by a "
+                f"{self.cache_class.__name__}, which is no such cache: leave it out"
             )
         if cache is not None:
             self.cache_class.adopt(cache, self.config)

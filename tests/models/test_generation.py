@@ -7,6 +7,8 @@ import torch
 from transformers import DynamicCache, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from hf_ssm import RecurrentCache
+
 from .helpers import (
     DECODERS,
     TOLERANCE,
@@ -457,6 +459,13 @@ def test_training_mode_and_no_grad_make_no_difference_to_decoding(model):
 
 
 @every_model
-def test_quantized_cache_is_refused(model):
-    with pytest.raises(ValueError, match="quantises keys and values"):
-        model.generate(random_ids(1, 4), **GREEDY, cache_implementation="quantized")
+@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized", "offloaded"])
+def test_kinds_of_caches(model, kind):
+    """What cannot be done is refused; a recurrent state has a fixed size, as a static cache has."""
+    ids = random_ids(1, 4)
+    recurrent = model.cache_class is RecurrentCache
+    if kind == "dynamic" or (kind == "static" and recurrent):
+        assert torch.equal(model.generate(ids, **GREEDY, cache_implementation=kind), greedy(model, ids))
+        return
+    with pytest.raises(ValueError, match=f"cache_implementation='{kind}': this model's states are kept by a "):
+        model.generate(ids, **GREEDY, cache_implementation=kind)
