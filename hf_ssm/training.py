@@ -67,9 +67,10 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
     for module_name, module in model.named_modules(remove_duplicate=False):
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
-            exempt = name in undecayed or name.endswith("bias") or is_norm
+            path = f"{module_name}.{name}" if module_name else name  # Hymba's A_log is a list of one: A_log.0
+            exempt = not undecayed.isdisjoint(path.split(".")) or name.endswith("bias") or is_norm
             if not exempt and not getattr(parameter, "_no_weight_decay", False):
-                names.append(f"{module_name}.{name}" if module_name else name)
+                names.append(path)
     return names
 
 

@@ -119,6 +119,16 @@ def test_what_decays_in_mamba2():
     }  # fmt: skip
 
 
+def test_what_decays_in_hymba():
+    sizes = {"vocab_size": 9, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "intermediate_size": 8, "kq_norm": "perhead-rms"}
+    model = AutoModelForCausalLM.from_config(model_config({"model_type": "hymba"} | sizes))
+    assert decayed_suffixes(model) == {
+        "model.memory_tokens", "embed_tokens.weight", "in_proj.weight", "conv1d.weight", "0.weight", "out_proj.weight",
+        "gate_proj.weight", "up_proj.weight", "down_proj.weight", "lm_head.weight",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("model_type", TINY)
 def test_the_groups_hold_every_trainable_parameter_once(model_type):
     model = AutoModelForCausalLM.from_config(model_config(TINY[model_type]))
