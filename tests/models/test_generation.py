@@ -184,7 +184,9 @@ def test_streamers_see_every_token(model):
 
 
 @every_model
-@pytest.mark.parametrize("schedule", ["constant", "heuristic", "heuristic_transient"])
+@pytest.mark.parametrize(
+    "schedule", ["constant", "heuristic", pytest.param("heuristic_transient", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("assistant", ["itself", "another size", "right half of the time"])
 @pytest.mark.parametrize("count", [1, 5])
 def test_assisted_decoding_is_greedy_decoding(model_type, model, assistant, schedule, count):
@@ -270,7 +272,7 @@ CACHES = {
 
 @every_model
 @pytest.mark.parametrize("cache_kind", CACHES)
-@pytest.mark.parametrize("name", ["past_key_values", "cache_params"])
+@pytest.mark.parametrize("name", ["past_key_values", pytest.param("cache_params", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["all ids", "new ids, full mask", "new ids"])
 @pytest.mark.parametrize("new", [1, 2, 20])
 def test_a_second_turn_is_the_whole_conversation(model, cache_kind, name, way, new):
