@@ -125,11 +125,17 @@ def generate(
             )
 
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+
+        from hf_ssm import registry
 
         if not Path(model).exists() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
             raise FileNotFoundError(f"no such folder: {model}")
         try:
+            model_type = AutoConfig.from_pretrained(model).model_type
+            known = registry.ARCHITECTURES.get(model_type)
+            if known is not None and "AutoModelForCausalLM" not in known.models:
+                raise ValueError(f"a {model_type} model is an encoder, it does not generate; it can fill masks")
             network: Any = AutoModelForCausalLM.from_pretrained(model)
             tokenizer: Any = AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError) as error:  # no model there, neither in a folder nor on the Hub

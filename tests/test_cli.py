@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-import hf_ssm  # noqa: F401  registers the architectures
+from hf_ssm import HydraConfig, HydraForMaskedLM
 from hf_ssm.cli import app
 from hf_ssm.data import train_tokenizer
 from hf_ssm.recipes import model_config
@@ -176,6 +176,14 @@ def test_generate_without_a_model(tmp_path, monkeypatch, place):
     (tmp_path / "empty").mkdir()
     result = invoke("generate", place, "text")
     assert result.exit_code == 2 and place in result.stderr and "Traceback" not in result.output
+
+
+def test_generate_with_an_encoder(tmp_path):
+    config = HydraConfig(vocab_size=16, hidden_size=8, head_dim=8, num_hidden_layers=1)
+    HydraForMaskedLM(config).save_pretrained(tmp_path)
+    result = invoke("generate", str(tmp_path), "x")
+    assert result.exit_code == 2
+    assert "a hydra model is an encoder, it does not generate" in result.stderr
 
 
 def test_generate_with_a_truncated_file(model_folder, tmp_path):
