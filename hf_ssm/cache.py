@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import is_tracing
 
 States = tuple[Tensor, Tensor]  # the convolution's (batch, d_conv, channels) and the scan's
 Replay = Callable[[int], States]  # n -> the states after the first n tokens of a call
@@ -316,6 +317,8 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
         real = self.real(count)
         if real is None:
             return min(window, count)
+        if is_tracing(real):  # nobody can look
+            return count
         from_end = real.flip(1).cumsum(dim=1)
         return min(count, int((from_end < window).sum(dim=1).max()) + 1)
 

@@ -409,14 +409,12 @@ class HymbaModel(HymbaPreTrainedModel):
         inputs: list[Tensor] = []
         weights: list[Any] = []
         keys: list[Keys] = []
-        before = [0 if cache is None else cache.kept(producer) for producer in self.producers]
-        patterns: dict[tuple[int | None, int], Pattern] = {}
+        patterns: dict[int | None, Pattern] = {}  # layers of one window hold the same tokens
         for i, (layer, producer, window) in enumerate(zip(self.layers, self.producers, self.windows, strict=True)):
             inputs.append(hidden_states)
-            kept = before[producer]
-            if (window, kept) not in patterns:
-                places = places_of_keys(new, rows.count, past, kept, cache)
-                patterns[window, kept] = Pattern(new, places, window)
+            if window not in patterns:
+                kept = 0 if cache is None else cache.kept(producer)
+                patterns[window] = Pattern(new, places_of_keys(new, rows.count, past, kept, cache), window)
             shared = (None, None) if i == producer else keys[producer]
             extend = record = None
             replays: list[Replay] = []
@@ -426,7 +424,7 @@ class HymbaModel(HymbaPreTrainedModel):
             hidden_states, conv_state, ssm_state, key, value, weight = layer(
                 hidden_states,
                 rotation,
-                patterns[window, kept],
+                patterns[window],
                 *shared,
                 *states[i],
                 rows.seq_idx,
