@@ -136,6 +136,8 @@ def _let_peft_adapt_every_projection() -> None:
         ours = type(model).__module__.startswith("hf_ssm.") or any(
             base.__module__ == "hf_ssm.pretrained" for base in type(model).__mro__
         )
+        if ours and target_name == "conv1d":
+            raise ValueError("conv1d: its weight goes to an operator, which would not see an adapter: leave it out")
         if not (ours and target_name == "out_proj"):
             refuse(peft_config, model, target_name)
 
