@@ -90,11 +90,13 @@ class Block:
 
 @dataclass
 class Pattern:
-    """Which key each query sees. The queries are the last of the keys. `window` None: all keys before it."""
+    """Which key each query sees. The queries are the last of the keys. `window` None: all keys before it. `front`: how
+    many meta tokens are the first keys of every row, as a number that no device must be asked for."""
 
     queries: Places
     keys: Places
     window: int | None
+    front: int
     _elsewhere: dict[Any, "Pattern"] = field(default_factory=dict, repr=False)
 
     def to(self, device: Any, **kwargs: Any) -> "Pattern":
@@ -102,14 +104,14 @@ class Pattern:
         if torch.device(device) == self.queries.positions.device:
             return self
         if device not in self._elsewhere:
-            self._elsewhere[device] = Pattern(self.queries.to(device), self.keys.to(device), self.window)
+            self._elsewhere[device] = Pattern(self.queries.to(device), self.keys.to(device), self.window, self.front)
         return self._elsewhere[device]
 
     @lazy
     def everything(self) -> bool:
         """Whether every query sees every key."""
         one = self.queries.positions.shape[1] == 1 and self.keys.plain
-        return one and (self.window is None or int((~self.keys.meta[0]).sum()) <= self.window + 1)
+        return one and (self.window is None or self.keys.positions.shape[1] - self.front <= self.window + 1)
 
     @lazy
     def seen(self) -> Tensor | None:
@@ -136,7 +138,7 @@ class Pattern:
         if count <= _BLOCK or not self.keys.plain:
             return [Block(slice(None), None, self.seen)]
         blocks = []
-        meta = torch.arange(int(self.keys.meta[0].sum()), device=self.keys.meta.device)  # they come first
+        meta = torch.arange(self.front, device=self.keys.meta.device)
         for start in range(0, count, _BLOCK):
             queries = slice(start, min(start + _BLOCK, count))
             stop = total - count + queries.stop
@@ -194,8 +196,9 @@ def attend(
     for block in pattern.blocks:
         keys, values = (t if block.keys is None else t[:, :, block.keys] for t in (key, value))
         part = query[:, :, block.queries]
-        # on a CPU there is a fast kernel for equal head sizes only
-        sizes = query.shape[-1] if query.device.type == "cpu" and part.shape[2] > 1 else value.shape[-1]
+        # on a CPU there is a fast kernel for equal head sizes only; each call draws its own dropout
+        halved = query.device.type == "cpu" and part.shape[2] > 1 and not dropout
+        sizes = query.shape[-1] if halved else value.shape[-1]
         heads = [function(module, part, keys, v, block.seen, **options)[0] for v in values.split(sizes, dim=-1)]
         outs.append(torch.cat(heads, dim=-1) if len(heads) > 1 else heads[0])
     return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0], None

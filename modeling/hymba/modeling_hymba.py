@@ -383,7 +383,7 @@ class HymbaModel(HymbaPreTrainedModel):
         assert self.memory_tokens is not None
         cache = HybridMambaAttentionDynamicCache(self.config)
         rows = _Rows.of(self.memory_tokens[None], None, None, None, in_front=False)
-        rows.meta = torch.ones_like(rows.meta)
+        rows.meta, rows.front = torch.ones_like(rows.meta), rows.count
         _, _, _, keys = self.through_layers(rows, cache)
         meta = []
         for i, producer in enumerate(self.producers):
@@ -400,6 +400,7 @@ class HymbaModel(HymbaPreTrainedModel):
         """
         past = 0 if cache is None else cache.get_seq_length()
         new = rows.places(0 if cache is None else cache.tokens_before(0) + cache.meta_count)
+        self.check_positions(new, past + rows.count)
         rotation = self.rotation(new, rows.hidden.dtype)
         states: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self.layers)
         if cache is not None:  # nothing has changed it yet: a refused call leaves it as it was
@@ -414,7 +415,9 @@ class HymbaModel(HymbaPreTrainedModel):
             inputs.append(hidden_states)
             if window not in patterns:
                 kept = 0 if cache is None else cache.kept(producer)
-                patterns[window] = Pattern(new, places_of_keys(new, rows.count, past, kept, cache), window)
+                places = places_of_keys(new, rows.count, past, kept, cache)
+                front = rows.front + (0 if cache is None else cache.meta_count)
+                patterns[window] = Pattern(new, places, window, front)
             shared = (None, None) if i == producer else keys[producer]
             extend = record = None
             replays: list[Replay] = []
@@ -453,6 +456,18 @@ class HymbaModel(HymbaPreTrainedModel):
         check_states(states, conv_shape, ssm_shape, hidden_states.device)
         return states
 
+    def check_positions(self, places: Places, most: int) -> None:
+        """Refuse positions beyond the rotation's range; there are none in a row of `most` tokens below it."""
+        config, limit = self.config, self.config.max_position_embeddings
+        if not config.rope or config.rope_type == "dynamic_ntk" or most <= limit or is_tracing(places.positions):
+            return
+        last = int(places.positions.max()) - config.num_memory_tokens
+        if last >= limit:
+            raise ValueError(
+                f"token {last} of a sequence is outside 0 ... {limit - 1} (max_position_embeddings): shorten the "
+                "input, or raise that field, which changes the rotation"
+            )
+
     def rotation(self, places: Places, dtype: torch.dtype) -> Keys | None:
         """cos and sin (b or 1, 1, s, head_dim) of the angles position * frequency, each frequency twice."""
         config = self.config
@@ -460,13 +475,6 @@ class HymbaModel(HymbaPreTrainedModel):
             return None
         exact = torch.promote_types(dtype, torch.float32)
         positions, size = places.positions, config.head_dim
-        if config.rope_type != "dynamic_ntk" and not is_tracing(positions) and positions.numel():
-            last = int(positions.max()) - config.num_memory_tokens
-            if last >= config.max_position_embeddings:
-                raise ValueError(
-                    f"token {last} of a sequence is outside 0 ... {config.max_position_embeddings - 1} "
-                    "(max_position_embeddings): shorten the input, or raise that field, which changes the rotation"
-                )
         base: float | Tensor = config.rope_theta
         original = config.orig_max_position_embeddings
         if config.rope_type == "ntk":
@@ -511,6 +519,7 @@ class _Rows:
     meta: Tensor  # (b or 1, s) bool
     count: int  # tokens without meta tokens
     index: Tensor | None = None  # (b, count): where these are; None if they are the last
+    front: int = 0  # meta tokens that come first in every row
 
     @staticmethod
     def of(
@@ -528,7 +537,7 @@ class _Rows:
             if in_front:
                 embeds = torch.cat([meta_tokens.expand(batch, -1, -1).to(embeds.dtype), embeds], dim=1)
                 mask = None if mask is None else nn.functional.pad(mask, (length, 0), value=True)
-            return _Rows(embeds, None, mask, meta, count)
+            return _Rows(embeds, None, mask, meta, count, front=front)
         starts = sequence_starts(seq_idx if mask is None else fill_padding(seq_idx, mask))
         index = torch.arange(count, device=embeds.device) + length * (starts.cumsum(dim=1) + int(in_front))
         total = int(index.max()) + 1 if index.numel() else 0

@@ -78,7 +78,8 @@ CALLS = [
 
 def pattern_of(rows: list[str], count: int, window: int | None) -> Pattern:
     keys = places(rows)
-    return Pattern(keys.at(slice(len(rows[0]) - count, None)), keys, window)
+    front = min(len(row) - len(row.lstrip("ABCDEFGH")) for row in rows)
+    return Pattern(keys.at(slice(len(rows[0]) - count, None)), keys, window, front)
 
 
 def compare(got: torch.Tensor, want: torch.Tensor, rows: list[str], count: int, tolerance: float) -> None:
