@@ -207,10 +207,18 @@ def _config_beside(source: Path) -> dict[str, Any] | None:
     config_file = (source.parent if source.is_file() else source) / "config.json"
     if not config_file.is_file():
         return None
+    return read_config(config_file)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json; UnknownCheckpoint if it is none."""
     try:
-        return json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
-        raise UnknownCheckpoint(f"{config_file} is not valid JSON: {error}") from error
+        config = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UnknownCheckpoint(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UnknownCheckpoint(f"{file} holds {type(config).__name__}, expected an object with a model's settings")
+    return config
 
 
 def _torch_dtype(dtype: str | None) -> Any:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
@@ -42,6 +41,7 @@ from hf_ssm.ops.rows import sequence_starts
 from hf_ssm.pretrained import (
     SSMPreTrainedModel,
     check_ids,
+    mean_cross_entropy,
     one_of_ids_and_embeds,
     packed_rows,
     padding_mask,
@@ -202,12 +202,12 @@ class SSMModel(SSMDecoderPreTrainedModel):
             last_hidden_state (batch, seqlen, hidden_size), past_key_values, and hidden_states if
             `output_hidden_states=True`: the input of every block and the final norm's output.
         """
-        batch, seqlen = one_of_ids_and_embeds(input_ids, inputs_embeds)
+        batch, seqlen = one_of_ids_and_embeds(input_ids, inputs_embeds, self.config.hidden_size)
         past_key_values = one_cache(past_key_values, cache_params)
         if input_ids is not None:
             # a decoded token comes from our own logits: on an accelerator it is not worth waiting for it
             if input_ids.device.type == "cpu" or seqlen > 1:
-                check_ids(input_ids, self.embeddings.num_embeddings)
+                check_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embeddings(input_ids)
         assert inputs_embeds is not None
         if use_cache is None:
@@ -367,8 +367,7 @@ def next_token_loss(
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     logits = logits.to(compute_dtype(logits)).reshape(-1, vocab_size)
-    shift_labels = shift_labels.reshape(-1).to(logits.device)
-    return fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index)
+    return mean_cross_entropy(logits, shift_labels.reshape(-1), num_items_in_batch, ignore_index)
 
 
 class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
@@ -412,6 +411,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
             raise ValueError("labels need the logits of every position: leave logits_to_keep out")
         outputs = self.base_model(
             input_ids,
+            return_dict=True,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -477,6 +477,7 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         """
         outputs = self.base_model(
             input_ids,
+            return_dict=True,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -548,7 +549,9 @@ class SSMForTokenClassification(SSMPreTrainedModel):
         The other arguments are the backbone's. Returns logits (batch, seqlen, num_labels).
         """
         kwargs.setdefault("use_cache", False)
-        outputs = self.base_model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        outputs = self.base_model(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+        )
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:

@@ -8,10 +8,11 @@ does not have. Parameter names are ours. Weights come as a plain state dict, as 
 import json
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
-from hf_ssm.convert import UnknownCheckpoint, fitting
+from hf_ssm.convert import UnknownCheckpoint, fitting, read_config
 
 # --- configurations ------------------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ def load_original(source: Path, dtype: Any) -> Any:
     config = config_of(weights, file)
     config_file = file.parent / "config.json"
     if config_file.is_file():
-        said = json.loads(config_file.read_text())
+        said = read_config(config_file)
         said = _translated(said) if is_original_config(said) else ours(said)
         rows = config["vocab_size"]
         if said.get("vocab_size") is not None and rows == -(-said["vocab_size"] // 8) * 8:
@@ -164,7 +165,6 @@ def load_original(source: Path, dtype: Any) -> Any:
 def read_weights(file: Path) -> dict[str, Any]:
     """The state dict in a file of any of the three shapes, under the names that ours has, too."""
     import torch
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     loaded: Any
@@ -172,20 +172,52 @@ def read_weights(file: Path) -> dict[str, Any]:
         if file.suffix == ".safetensors":
             loaded = load_file(file)
         else:
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
+            _check_archive(file)
+            with torch.serialization.safe_globals(_beside_weights()):
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnknownCheckpoint(
             f"{file} holds more than tensors, and loading that could run code of whoever wrote it. If you trust them, "
             "keep only the weights: torch.save(torch.load(FILE, weights_only=False)['state']['model'], 'weights.pt'), "
             f"and convert weights.pt. ({str(error).splitlines()[0]})"
         ) from error
-    except (SafetensorError, RuntimeError, EOFError) as error:
+    except UnknownCheckpoint:
+        raise
+    except Exception as error:  # torch.load lets through whatever a damaged file makes its parts raise
         raise UnknownCheckpoint(f"{file} cannot be read ({error}): it is truncated or something else") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("state"), dict):
         loaded = loaded["state"].get("model")
     if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise UnknownCheckpoint(f"{file}: neither a state dict nor a checkpoint of Composer with one in state.model")
     return {name.removeprefix("model."): value for name, value in loaded.items()}
+
+
+def _beside_weights() -> list[Any]:
+    """What Composer saves beside the weights, harmless to make: times, and the state of numpy's random numbers, under
+    numpy's present names and those before version 2."""
+    from datetime import timedelta
+
+    import numpy as np
+
+    array = np.zeros(1).__reduce__()[0]
+    return [
+        timedelta,
+        array,
+        (array, "numpy.core.multiarray._reconstruct"),
+        np.ndarray,
+        np.dtype,
+        type(np.dtype("uint32")),
+    ]
+
+
+def _check_archive(file: Path) -> None:
+    """torch.load does not look at the checksums of a file that it has written."""
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise UnknownCheckpoint(f"{file} is damaged: the checksum of {damaged} in it is wrong; copy it again")
 
 
 def config_of(weights: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -173,9 +173,9 @@ class MaskedLM(Objective):
             'The saved model, loaded back with `pipeline("fill-mask")`. After each `⟶`, the likeliest tokens for one '
             "mask and their probabilities.",
         ]
-        fill = pipeline("fill-mask", model=str(folder), top_k=how.top_k)
+        fill = pipeline("fill-mask", model=str(folder))
         for prompt in how.prompts:
-            found = fill(prompt)
+            found = fill(prompt, top_k=min(how.top_k, fill.model.config.vocab_size))
             masks = found if isinstance(found[0], list) else [found]  # a list of answers, or one for each mask
             answers = (
                 "   ".join(f"{answer['token_str']!r} {answer['score']:.2f}" for answer in mask) for mask in masks

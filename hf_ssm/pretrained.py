@@ -72,12 +72,17 @@ class SSMPreTrainedModel(PreTrainedModel):
 # --- what comes in -------------------------------------------------------------------------------------------------
 
 
-def one_of_ids_and_embeds(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+def one_of_ids_and_embeds(input_ids: Tensor | None, inputs_embeds: Tensor | None, hidden_size: int) -> tuple[int, int]:
     """(batch, seqlen) of the one that is given."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds")
     if input_ids is not None and input_ids.ndim != 2:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}, expected (batch, seqlen)")
+    if inputs_embeds is not None and (inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != hidden_size):
+        raise ValueError(
+            f"inputs_embeds has shape {tuple(inputs_embeds.shape)}, expected (batch, seqlen, hidden_size) with "
+            f"hidden_size = {hidden_size}"
+        )
     shape = input_ids.shape if input_ids is not None else inputs_embeds.shape  # type: ignore[union-attr]
     return shape[0], shape[1]
 
@@ -114,11 +119,11 @@ def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, past: i
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
-    if shape not in ((batch, seqlen), (batch, past + seqlen)):
+    if len(shape) != 2 or shape[0] != batch or shape[1] not in (seqlen, past + seqlen):
         also = f" or ({batch}, {past + seqlen}), with the {past} tokens in the cache" if past else ""
         raise ValueError(f"attention_mask has shape {shape}, expected (batch, seqlen) = ({batch}, {seqlen}){also}")
     mask = attention_mask[:, shape[1] - seqlen :].bool()
-    if not is_tracing(mask) and bool(mask.all()):
+    if not is_tracing(mask) and mask.device.type != "meta" and bool(mask.all()):
         return None
     return mask
 
@@ -194,4 +199,14 @@ def token_label_loss(
     """Mean cross entropy of every token's logits (b, l, classes) with its label (b, l), -100 left out; with
     `num_items_in_batch`, the sum divided by that. As transformers' own, but in float64 for float64 logits."""
     logits = logits.to(compute_dtype(logits)).reshape(-1, logits.shape[-1])
-    return fixed_cross_entropy(logits, labels.reshape(-1).to(logits.device), num_items_in_batch)
+    return mean_cross_entropy(logits, labels.reshape(-1), num_items_in_batch)
+
+
+def mean_cross_entropy(
+    logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, ignore_index: int = -100
+) -> Tensor:
+    """transformers' loss of logits (n, classes) and labels (n,), but 0 where no label counts, not NaN."""
+    labels = labels.to(logits.device, torch.long)
+    if num_items_in_batch is None:
+        num_items_in_batch = (labels != ignore_index).sum().clamp(min=1)
+    return fixed_cross_entropy(logits, labels, num_items_in_batch, ignore_index)

@@ -212,7 +212,7 @@ def run_task(name: str, model: str, data: str, output: Path, seed: int, *, start
         start,
         num_labels=task.num_labels,
         problem_type="regression" if task.num_labels == 1 else "single_label_classification",
-        ignore_mismatched_sizes=start != model,  # from MNLI, with its three classes, to another task's
+        ignore_mismatched_sizes=True,  # a classifier of another task, such as MNLI's, gives way to a new one
     )
     trainer = SSMTrainer(
         model=network,

@@ -383,7 +383,7 @@ class _Inputs:
 
 @dataclass
 class _Direction(Direction):
-    """Entry [q, k] of the log decays is row[q] + column[k], (b, c, h, q) each."""
+    """Entry [q, k] of the log decays is row[q] + column[k], (b, c, h, q) each, in float64."""
 
     row: Tensor
     column: Tensor
@@ -493,7 +493,7 @@ class _Mixer(Chunks):
         if self.run is not None:
             run = self.cut(self.run[:, tokens], repeat_last=True)[:, :, None]  # b c 1 q
             unseen = unseen | (run[..., :, None] != run[..., None, :])
-        decays = [scan.row[..., :, None] + scan.column[..., None, :] for scan in scans]
+        decays = [(scan.row[..., :, None] + scan.column[..., None, :]).to(self.dtype) for scan in scans]
         scores = [scan.C @ scan.B.transpose(-1, -2) for scan in scans]
         return _Segment(
             mixer=self,
@@ -510,7 +510,7 @@ class _Mixer(Chunks):
     def direction(self, tokens: slice, x: Tensor, inputs: _Inputs) -> _Direction:
         """One direction through the chunks of a segment; x is `load`ed."""
         dt = self.cut(inputs.dt[:, tokens].to(self.dtype))
-        up_to = torch.cumsum(dt * self.A, dim=2).transpose(2, 3)  # b c h q, the log decay from the chunk's start
+        up_to = torch.cumsum((dt * self.A).to(self.exact), dim=2).transpose(2, 3)  # b c h q, from the chunk's start
         before = torch.nn.functional.pad(up_to, (1, 0))[..., :-1]
         across = up_to[..., -1]
         row, column = (-up_to, before) if inputs.backward else (before, -up_to)
@@ -530,9 +530,9 @@ class _Mixer(Chunks):
             dt=dt,
             B=self.cut_by_group(inputs.B[:, tokens]),
             C=self.cut_by_group(C),
-            read=read.exp().transpose(2, 3),
-            keep=keep.exp().transpose(2, 3),
-            across=across.exp(),
+            read=read.to(self.dtype).exp().transpose(2, 3),
+            keep=keep.to(self.dtype).exp().transpose(2, 3),
+            across=across.to(self.dtype).exp(),
             backward=inputs.backward,
             row=row,
             column=column,

@@ -348,7 +348,7 @@ class _Scan(Chunks):
 
     def load(self, tokens, x, dt, B, C, dt_bias, dt_softplus, dt_limit, seq_idx) -> "_Segment":
         dt = self.cut(step_size(dt[:, tokens], dt_bias, dt_softplus, dt_limit, self.dtype))
-        total = torch.cumsum(dt * self.A, dim=2).transpose(2, 3)  # b c h q, the log decay from the chunk's start
+        total = torch.cumsum((dt * self.A).to(self.exact), dim=2).transpose(2, 3)  # b c h q, from the chunk's start
         length = total.shape[-1]
         seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         read, keep, across = total, total[..., -1:] - total, total[..., -1]
@@ -366,12 +366,12 @@ class _Scan(Chunks):
             dt=dt,
             B=self.cut_by_group(B[:, tokens]),
             C=self.cut_by_group(C[:, tokens]),
-            read=read.exp().transpose(2, 3),
-            keep=keep.exp().transpose(2, 3),
-            across=across.exp(),
+            read=read.to(self.dtype).exp().transpose(2, 3),
+            keep=keep.to(self.dtype).exp().transpose(2, 3),
+            across=across.to(self.dtype).exp(),
             backward=False,
         )
-        decay = (total[..., :, None] - total[..., None, :]).masked_fill_(~seen, -torch.inf).exp_()
+        decay = (total[..., :, None] - total[..., None, :]).to(self.dtype).masked_fill_(~seen, -torch.inf).exp_()
         return _Segment(tokens.stop - tokens.start, scan, decay, scan.C @ scan.B.transpose(-1, -2))
 
     def _attention(self, part: "_Segment") -> Tensor:

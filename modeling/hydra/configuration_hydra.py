@@ -62,22 +62,22 @@ class HydraConfig(PreTrainedConfig):
     learnable_initial_states: bool = False
     hidden_act: str = "gelu"
     is_prenorm: bool = False
-    layer_norm_epsilon: float = 1e-5
-    embedding_norm_epsilon: float = 1e-12
+    layer_norm_epsilon: int | float = 1e-5
+    embedding_norm_epsilon: int | float = 1e-12
     type_vocab_size: int = 2
     use_position_embeddings: bool = False
     max_position_embeddings: int = 512
-    hidden_dropout_prob: float = 0.1
-    classifier_dropout: float | None = None
+    hidden_dropout_prob: int | float = 0.1
+    classifier_dropout: int | float | None = None
     pooling: str = "first"
     image_size: int = 224
     patch_size: int = 16
     num_channels: int = 3
-    initializer_range: float = 0.02
-    time_step_min: float = 0.001
-    time_step_max: float = 0.1
-    time_step_floor: float = 1e-4
-    time_step_limit: list[float] | tuple[float, ...] = (0.0, float("inf"))
+    initializer_range: int | float = 0.02
+    time_step_min: int | float = 0.001
+    time_step_max: int | float = 0.1
+    time_step_floor: int | float = 1e-4
+    time_step_limit: list[int | float] | tuple[int | float, ...] = (0.0, float("inf"))
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
 
@@ -120,6 +120,13 @@ class HydraConfig(PreTrainedConfig):
             raise ValueError(f"pooling={self.pooling!r} must be 'first' or 'mean'")
         if self.image_size % self.patch_size:
             raise ValueError(f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}")
+        for name in ("layer_norm_epsilon", "embedding_norm_epsilon"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        if not 0 < self.time_step_min <= self.time_step_max:
+            raise ValueError(
+                f"time_step_min={self.time_step_min} must be above 0 and not above time_step_max={self.time_step_max}"
+            )
         limit = self.time_step_limit
         if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
             raise ValueError(f"time_step_limit={limit} must be (smallest, largest), both at least 0")

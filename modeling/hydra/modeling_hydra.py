@@ -152,7 +152,7 @@ class HydraEmbeddings(nn.Module):
 
     def __init__(self, config: HydraConfig):
         super().__init__()
-        size = config.hidden_size
+        self.config, size = config, config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
         self.position_embeddings: nn.Embedding | None = None
@@ -174,7 +174,12 @@ class HydraEmbeddings(nn.Module):
         if token_type_ids is None:
             token_type_ids = torch.zeros(1, 1, dtype=torch.long, device=inputs_embeds.device)
         else:
-            types = self.token_type_embeddings.num_embeddings
+            if token_type_ids.shape[0] not in (1, batch) or tuple(token_type_ids.shape[1:]) != (seqlen,):
+                raise ValueError(
+                    f"token_type_ids has shape {tuple(token_type_ids.shape)}, expected (batch, seqlen) = "
+                    f"({batch}, {seqlen})"
+                )
+            types = self.config.type_vocab_size
             wrong = outside(token_type_ids, types)
             if wrong is not None:
                 raise ValueError(f"token type {wrong} is outside 0 ... {types - 1} (type_vocab_size = {types})")
@@ -182,7 +187,7 @@ class HydraEmbeddings(nn.Module):
         if self.position_embeddings is not None:
             if position_ids is None:
                 position_ids = positions_in_sequence(seq_idx, mask, batch, seqlen, inputs_embeds.device)
-            limit = self.position_embeddings.num_embeddings
+            limit = self.config.max_position_embeddings
             wrong = outside(position_ids, limit)
             if wrong is not None:
                 raise ValueError(
@@ -291,13 +296,13 @@ class HydraModel(HydraPreTrainedModel):
             several sequences are packed in it; and hidden_states if `output_hidden_states=True`: the embeddings and
             the output of every layer, the last one that of the final norm.
         """
-        batch, seqlen = one_of_ids_and_embeds(input_ids, inputs_embeds)
+        batch, seqlen = one_of_ids_and_embeds(input_ids, inputs_embeds, self.config.hidden_size)
         mask = padding_mask(attention_mask, batch, seqlen)
         if mask is not None and not is_tracing(mask) and not bool(mask.any()):
             raise ValueError("attention_mask is 0 everywhere: the batch has no tokens")
         seq_idx = packed_rows(seq_idx, position_ids, mask, batch, seqlen)
         if input_ids is not None:
-            check_ids(input_ids, self.embeddings.word_embeddings.num_embeddings)
+            check_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embeddings.word_embeddings(input_ids)
         hidden_states = self.embeddings(inputs_embeds, token_type_ids, position_ids, seq_idx, mask)
         hidden_states = self.encoder(hidden_states, seq_idx, mask)
@@ -367,7 +372,9 @@ class HydraForMaskedLM(HydraPreTrainedModel):
         The other arguments are the encoder's. Returns logits (batch, seqlen, vocab_size).
         """
         outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx=seq_idx, **kwargs
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx),
+            return_dict=True,
+            **kwargs,
         )
         logits = self.cls["predictions"](outputs.last_hidden_state)
         loss = None
@@ -420,7 +427,9 @@ class HydraForTokenClassification(HydraClassifier):
         The other arguments are the encoder's. Returns logits (batch, seqlen, num_labels).
         """
         outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx=seq_idx, **kwargs
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx),
+            return_dict=True,
+            **kwargs,
         )
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
@@ -464,7 +473,9 @@ class HydraForQuestionAnswering(HydraPreTrainedModel):
         The other arguments are the encoder's. Returns start_logits and end_logits (batch, seqlen).
         """
         outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx=seq_idx, **kwargs
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx),
+            return_dict=True,
+            **kwargs,
         )
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
@@ -504,7 +515,9 @@ class HydraForSequenceClassification(HydraClassifier):
         The other arguments are the encoder's. Returns logits (batch, num_labels).
         """
         outputs = self.bert(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx=seq_idx, **kwargs
+            *(input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx),
+            return_dict=True,
+            **kwargs,
         )
         logits = self.classifier(self.dropout(outputs.pooler_output))
         return SequenceClassifierOutput(
@@ -559,7 +572,7 @@ class HydraForMultipleChoice(HydraClassifier):
             None if t is None else t.flatten(0, 1)
             for t in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, seq_idx)
         )
-        outputs = self.bert(*rows, **kwargs)
+        outputs = self.bert(*rows, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(outputs.pooler_output)).view(batch, choices)
         loss = None
         if labels is not None:
@@ -644,7 +657,7 @@ class HydraForImageClassification(HydraPreTrainedModel):
 
         Returns logits (batch, num_labels).
         """
-        outputs = self.bert(pixel_values, **kwargs)
+        outputs = self.bert(pixel_values, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(self.layernorm(outputs.last_hidden_state.mean(dim=1))))
         return ImageClassifierOutput(
             loss=row_label_loss(self, logits, labels), logits=logits, hidden_states=outputs.hidden_states

@@ -71,7 +71,7 @@ class HymbaConfig(PreTrainedConfig):
     kq_norm: str = "none"
     rope: bool = True
     rope_type: str | None = "ntk"
-    rope_theta: float = 10000.0
+    rope_theta: int | float = 10000.0
     max_position_embeddings: int = 8192
     orig_max_position_embeddings: int | None = 2048
     mamba_d_state: int = 16
@@ -81,9 +81,9 @@ class HymbaConfig(PreTrainedConfig):
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     mamba_inner_layernorms: bool = True
-    rms_norm_eps: float = 1e-6
-    attention_dropout: float = 0.0
-    initializer_range: float = 0.02
+    rms_norm_eps: int | float = 1e-6
+    attention_dropout: int | float = 0.0
+    initializer_range: int | float = 0.02
     tie_word_embeddings: bool = True
     use_cache: bool = True
     num_experts: int = 1
@@ -95,7 +95,7 @@ class HymbaConfig(PreTrainedConfig):
     attn_hidden_size: int = -1
     kq_head_dim: int = -1
     attn_implementation_new: str = "flex"
-    classifier_dropout: float = 0.0
+    classifier_dropout: int | float = 0.0
     pad_token_id: int | None = 0
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2

@@ -331,11 +331,11 @@ class HymbaModel(HymbaPreTrainedModel):
             every layer and the final norm's output; with `output_attentions` (and "eager" attention) every layer's
             weights (batch, heads, seqlen, keys), meta tokens' keys first.
         """
-        batch, seqlen = one_of_ids_and_embeds(input_ids, inputs_embeds)
+        batch, seqlen = one_of_ids_and_embeds(input_ids, inputs_embeds, self.config.hidden_size)
         past_key_values = one_cache(past_key_values, cache_params)
         if input_ids is not None:
             if input_ids.device.type == "cpu" or seqlen > 1:
-                check_ids(input_ids, self.embed_tokens.num_embeddings)
+                check_ids(input_ids, self.config.vocab_size)
             inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None
         if use_cache is None:

@@ -1,9 +1,13 @@
 """Hydra's checkpoints in the shapes that its authors' code writes, to ours and back."""
 
 import json
+import random
 import shutil
+import zipfile
+from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -98,6 +102,45 @@ def test_every_shape_gives_the_same_model(shape, place, case, tmp_path):
 def test_composers_own_file(tmp_path):
     folder = convert(MASKED_LM / "postnorm" / "latest-rank0.pt", tmp_path / "out")
     same(AutoModelForMaskedLM.from_pretrained(folder).state_dict(), weights(MASKED_LM / "postnorm"))
+
+
+@pytest.mark.parametrize("numpy_module", ["numpy._core.multiarray", "numpy.core.multiarray"])
+def test_all_that_composer_saves(numpy_module, tmp_path):
+    """Times and the states of random number generators lie beside the weights, of numpy before and since version 2."""
+    state = {f"model.{name}": t for name, t in weights(MASKED_LM / "postnorm").items()}
+    rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    times = {"Timestamp": {"total_wct": timedelta(seconds=3), "batch": 7}}
+    file = tmp_path / "latest-rank0.pt"
+    torch.save({"state": {"model": state, "timestamp": times}, "rng": [rng]}, file)
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content.replace(b"numpy._core.multiarray", numpy_module.encode()))
+    folder = convert(file, tmp_path / "out")
+    same(AutoModelForMaskedLM.from_pretrained(folder).state_dict(), weights(MASKED_LM / "postnorm"))
+
+
+@pytest.mark.parametrize("kept", [0.02, 0.3, 0.5, 0.9, 0.999])
+def test_a_truncated_file(kept, tmp_path):
+    content = (MASKED_LM / "postnorm" / "latest-rank0.pt").read_bytes()
+    (tmp_path / "half.pt").write_bytes(content[: int(kept * len(content))])
+    refused(tmp_path / "half.pt", tmp_path, r"half.pt (cannot be read|holds more than tensors)")
+
+
+def test_a_damaged_file(tmp_path):
+    content = bytearray((MASKED_LM / "postnorm" / "latest-rank0.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(content)
+    refused(tmp_path / "flipped.pt", tmp_path, "flipped.pt is damaged: the checksum of")
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '"text"'])
+def test_a_configuration_that_is_no_object(content, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(MASKED_LM / "postnorm", source)
+    (source / "config.json").write_text(content)
+    refused(source, tmp_path, "expected an object with a model's settings")
 
 
 @every_case

@@ -159,9 +159,23 @@ def test_strong_decay(backend):
     tensors["A"] *= 200
     want = outputs_and_grads(QUASISEPARABLE("reference"), cast(tensors, torch.float64))
     got = outputs_and_grads(QUASISEPARABLE(backend), tensors)
-    # a chunk's log decay reaches 64 * 200 * softplus(dt) * |A| ~ 2e4: its differences are good to 1e-3 absolute
-    for name in want:
-        assert error(got[name], want[name]) <= 5e-3, name
+    for name in want:  # d_A is a sum over tokens whose decays have nearly all underflown: the worst seen is 2.5e-5
+        assert error(got[name], want[name]) <= (1e-4 if name == "d_A" else TOLERANCE[torch.float32]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", [1e3, 1e6, 1e9])
+def test_one_large_step(backend, step):
+    """A token that makes the state forget all before it does not blur what comes behind it. (But A's gradient: in it
+    rounding errors of the others are multiplied with that step.)"""
+    tensors = cast(quasiseparable_inputs(seqlen=100, dt_bias=False, initial_state=False), torch.float32)
+    for name in ("dt_forward", "dt_backward"):
+        tensors[name][:, 10] = step
+    tensors["x"][:, 10] /= step
+    want = outputs_and_grads(QUASISEPARABLE("reference"), cast(tensors, torch.float64))
+    got = outputs_and_grads(QUASISEPARABLE(backend), tensors)
+    for name in want.keys() - {"d_A"}:
+        assert error(got[name], want[name]) <= TOLERANCE[torch.float32], name
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
