@@ -50,6 +50,7 @@ class Backend:
     name: str
     impl: str  # "module:function", imported when it is first chosen
     needs: str | None = None  # the package that must be installed, or None
+    missing: Callable[[], str | None] = lambda: None  # what else this machine must have and has not, in words
     devices: tuple[str, ...] | None = None  # device types, or None for all
     lacks: Callable[[Call], str | None] = lambda call: None  # what this kernel cannot do of a call, in words
     automatic: bool = True  # False: only when asked for by name
@@ -58,6 +59,8 @@ class Backend:
         """Why this backend cannot run on this machine at all, or None."""
         if self.needs is not None and not _installed(self.needs):
             return f"{self.needs} is not installed"
+        if (missing := self.missing()) is not None:
+            return missing
         if self.devices is not None and not any(_device_present(device) for device in self.devices):
             return f"runs on {' or '.join(self.devices)}, which this machine does not have"
         return None

@@ -24,6 +24,8 @@ DEVICE = "cpu"
 # states that cancels; the reference's own error there is 1.7e-6 in float32.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
+WITHOUT_FLOAT64 = ("cpu",)  # backends whose kernels have float32 at most
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -37,7 +39,8 @@ class Operator:
     causal: bool = True  # `initial_state` is (batch, ...) and that of a row's first sequence; else it is one for all
 
     def __call__(self, backend: str, **options: Any) -> Callable[..., Any]:
-        return partial(self.function, backend=backend, **{**self.options, **options})
+        call = partial(self.function, backend=backend, **{**self.options, **options})
+        return in_float32(call) if backend in WITHOUT_FLOAT64 else call
 
     def tokens(self, tensors: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
         """`tensors` with only the tokens `index` of every row."""
@@ -46,6 +49,20 @@ class Operator:
     def row(self, tensors: dict[str, Tensor], row: int) -> dict[str, Tensor]:
         rows = (*self.per_token, "initial_state") if self.causal else self.per_token
         return {name: t[row : row + 1] if name in rows else t for name, t in tensors.items()}
+
+
+def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of a backend without float64, given float32 in its place."""
+
+    def run(**tensors: Any) -> Any:
+        return function(
+            **{
+                name: t.float() if torch.is_tensor(t) and t.dtype == torch.float64 else t
+                for name, t in tensors.items()
+            }
+        )
+
+    return run
 
 
 def draw(generator: torch.Generator, *shape: int) -> Tensor:
@@ -269,8 +286,10 @@ def error(got: Tensor, want: Tensor) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = TOLERANCE[torch.float64]) -> None:
+def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float | None = None) -> None:
+    """Equal to within `tolerance`, by default that of the dtype in which `got` was computed."""
     assert got.keys() == want.keys()
+    tolerance = TOLERANCE[got["out"].dtype] if tolerance is None else tolerance
     errors = {name: error(got[name], want[name]) for name in want}
     too_large = {name: value for name, value in errors.items() if not value <= tolerance}
     assert not too_large, f"beyond {tolerance}: {too_large}"

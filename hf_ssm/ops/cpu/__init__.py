@@ -1,0 +1,72 @@
+"""The `cpu` backend: native kernels for float32, bfloat16 and float16, with float32 states.
+
+The kernels (`src/`, C++) are built when the package is installed, for several instruction sets at once; the best one
+that the machine has is used, or the one that HF_SSM_CPU names (avx512, avx2, plain). They share PyTorch's own thread
+pool and know nothing of its C++ interface, so one build serves every version of it. Where no compiler was found at
+installation there are none, and the operators run on their `torch` backend.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend, Call
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """The built kernels, ready to be called; None if there are none. They take tensors as they are, None for a missing
+    one, and last the number of threads.
+
+    Raises:
+        ValueError: HF_SSM_CPU names an instruction set that the build or the machine does not have.
+    """
+    try:
+        from . import _native
+    except ImportError:
+        return None
+    name = "libtorch_cpu.dylib" if torch.backends.mps.is_built() else "libtorch_cpu.so"
+    _native.set_up(Tensor, str(Path(torch.__file__).parent / "lib" / name))
+    if wanted := os.environ.get("HF_SSM_CPU"):
+        available = _native.instruction_sets()
+        if wanted not in available:
+            raise ValueError(f"HF_SSM_CPU={wanted}: this machine has {', '.join(available)}")
+        _native.use(wanted)
+    return _native
+
+
+def backend(impl: str) -> Backend:
+    """The `cpu` row of an operator's table; `impl` is "module:function" in this package."""
+    return Backend("cpu", f"{__name__}.{impl}", missing=_not_built, devices=("cpu",), lacks=_lacks)
+
+
+def _not_built() -> str | None:
+    if kernels() is None:
+        return "the native kernels were not built: that takes a C++ compiler when hf-ssm is installed"
+    return None
+
+
+def _lacks(call: Call) -> str | None:
+    return None if call.dtype in DTYPES else f"{call.dtype}, the kernels have float32, bfloat16 and float16"
+
+
+def at_once(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may be called past PyTorch's dispatcher: no gradient, no tracing, no tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    grad = torch.is_grad_enabled()
+    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad)) for t in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def single(t: Tensor | None) -> Tensor | None:
+    """`t` in a dtype that the kernels have."""
+    return t.float() if t is not None and t.dtype == torch.float64 else t

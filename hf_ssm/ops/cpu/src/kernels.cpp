@@ -1,0 +1,20 @@
+// Every kernel for one instruction set: compiled several times, with HF_SSM_ISA naming it and the flags that go with it.
+#include "kernels.h"
+
+#include "selective_scan.h"
+
+#define HF_SSM_JOIN(a, b) a##b
+#define HF_SSM_TABLE(isa) HF_SSM_JOIN(kernels_, isa)
+#define HF_SSM_STRING(a) #a
+#define HF_SSM_NAME(isa) HF_SSM_STRING(isa)
+
+namespace hf_ssm {
+
+extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
+    HF_SSM_NAME(HF_SSM_ISA),
+    HF_SSM_ISA::lanes,
+    HF_SSM_ISA::selective_scan,
+    HF_SSM_ISA::selective_scan_backward,
+};
+
+}  // namespace hf_ssm

@@ -1,0 +1,42 @@
+// The kernels that are compiled once for every instruction set, and what each is given.
+#pragma once
+#include "tensor.h"
+
+namespace hf_ssm {
+
+// Tokens between the states that a forward pass keeps for its backward pass.
+constexpr int64_t checkpoint_tokens = 64;
+
+// Mamba-1's scan; shapes as in hf_ssm.ops.selective_scan, B and C with their group axis.
+struct SelectiveScan {
+  Tensor x, dt, A, B, C, D, z, dt_bias;
+  bool dt_softplus;
+  Tensor starts;         // (batch, seqlen) bool: the state restarts at this token
+  Tensor initial_state;  // (batch, d_inner, d_state) float32
+  Tensor out;
+  Tensor final_state;  // (batch, d_inner, d_state) float32
+  Tensor checkpoints;  // (batch, tiles, d_state, d_inner) float32: the state before each tile of tokens
+};
+
+struct SelectiveScanBackward {
+  SelectiveScan forward;  // out, final_state: their gradients; checkpoints as the forward pass left them
+  Tensor x, dt, B, C, z;  // gradients, each in the dtype of what it belongs to
+  Tensor A;               // (batch, d_state, d_inner) float32: to be summed over the batch, as the next two
+  Tensor D, dt_bias;      // (batch, d_inner) float32
+  Tensor initial_state;   // (batch, d_inner, d_state) float32
+};
+
+struct Kernels {
+  const char* name;
+  int lanes;
+  void (*selective_scan)(const SelectiveScan&, int threads);
+  void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
+};
+
+extern const Kernels kernels_plain;  // what every machine of this architecture has
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+}  // namespace hf_ssm
