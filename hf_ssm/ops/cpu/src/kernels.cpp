@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "selective_scan.h"
+#include "ssd.h"
 
 #define HF_SSM_JOIN(a, b) a##b
 #define HF_SSM_TABLE(isa) HF_SSM_JOIN(kernels_, isa)
@@ -15,6 +16,7 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::lanes,
     HF_SSM_ISA::selective_scan,
     HF_SSM_ISA::selective_scan_backward,
+    HF_SSM_ISA::ssd,
 };
 
 }  // namespace hf_ssm

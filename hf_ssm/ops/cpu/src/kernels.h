@@ -26,11 +26,34 @@ struct SelectiveScanBackward {
   Tensor initial_state;   // (batch, d_inner, d_state) float32
 };
 
+// Tokens between the states that `Ssd` keeps for its backward pass, which recomputes those in between.
+constexpr int64_t ssd_checkpoint_tokens = 256;
+
+// What a scan of Mamba-2's kind reads; shapes as in hf_ssm.ops.ssd.
+struct SsdScan {
+  Tensor x, dt, A, B, C, dt_bias;
+  bool dt_softplus;
+  float dt_min, dt_max;
+  Tensor starts;  // (batch, seqlen) bool: the state restarts at this token
+};
+
+// Mamba-2's scan.
+struct Ssd {
+  SsdScan scan;
+  Tensor D;                           // (nheads, headdim)
+  Tensor z;                           // (batch, seqlen, nheads, headdim)
+  Tensor initial_state;               // (batch, nheads, headdim, d_state) float32
+  Tensor out;                         // (batch, seqlen, nheads, headdim)
+  Tensor final_state;                 // (batch, nheads, headdim, d_state) float32
+  Tensor checkpoints;                 // (batch, count, nheads, d_state, headdim) float32: states before tokens
+};                                    // ssd_checkpoint_tokens, 2 ssd_checkpoint_tokens, ..
+
 struct Kernels {
   const char* name;
   int lanes;
   void (*selective_scan)(const SelectiveScan&, int threads);
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
+  void (*ssd)(const Ssd&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

@@ -149,6 +149,20 @@ void read(SelectiveScanBackward& call, Arguments& arguments) {
     *tensor = arguments.tensor();
 }
 
+void read(SsdScan& scan, Arguments& arguments) {
+  for (Tensor* tensor : {&scan.x, &scan.dt, &scan.A, &scan.B, &scan.C, &scan.dt_bias}) *tensor = arguments.tensor();
+  scan.dt_softplus = arguments.flag();
+  scan.dt_min = arguments.number();
+  scan.dt_max = arguments.number();
+  scan.starts = arguments.tensor();
+}
+
+void read(Ssd& call, Arguments& arguments) {
+  read(call.scan, arguments);
+  for (Tensor* tensor : {&call.D, &call.z, &call.initial_state, &call.out, &call.final_state, &call.checkpoints})
+    *tensor = arguments.tensor();
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -235,6 +249,7 @@ PyMethodDef methods[] = {
     {"selective_scan", as_method(run<SelectiveScan, &Kernels::selective_scan, read>), METH_FASTCALL, nullptr},
     {"selective_scan_backward", as_method(run<SelectiveScanBackward, &Kernels::selective_scan_backward, read>),
      METH_FASTCALL, nullptr},
+    {"ssd", as_method(run<Ssd, &Kernels::ssd, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
