@@ -42,6 +42,7 @@ from hf_ssm.pretrained import (
     padding_as_sequences,
     padding_mask,
     positions_in_sequence,
+    row_label_loss,
     token_label_loss,
 )
 
@@ -434,9 +435,9 @@ class HydraForTokenClassification(HydraClassifier):
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            check_labels(labels, tuple(logits.shape[:2]), logits.shape[2], "num_labels")
-            mask = padding_mask(attention_mask, *labels.shape)
-            labels = labels if mask is None else labels.masked_fill(~mask, -100)
+            mask = padding_mask(attention_mask, *logits.shape[:2])
+            check_labels(labels, tuple(logits.shape[:2]), logits.shape[2], "num_labels", mask)
+            labels = labels.long() if mask is None else labels.long().masked_fill(~mask, -100)
             loss = self.loss_function(logits, labels, **kwargs)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
@@ -525,17 +526,6 @@ class HydraForSequenceClassification(HydraClassifier):
         )
 
 
-def row_label_loss(model: SSMPreTrainedModel, logits: Tensor, labels: Tensor | None) -> Tensor | None:
-    """transformers' loss of one label per row, after a look at class indices."""
-    if labels is None:
-        return None
-    problem = model.config.problem_type
-    counted = problem is None and model.config.num_labels > 1 and not labels.is_floating_point()
-    if problem == "single_label_classification" or counted:
-        check_labels(labels.reshape(-1), (logits.shape[0],), logits.shape[1], "num_labels")
-    return model.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=model.config)
-
-
 class HydraForMultipleChoice(HydraClassifier):
     """The pooled output of every choice, and one score for it."""
 
@@ -577,7 +567,7 @@ class HydraForMultipleChoice(HydraClassifier):
         loss = None
         if labels is not None:
             check_labels(labels, (batch,), choices, "choices")
-            loss = F.cross_entropy(logits.to(compute_dtype(logits)), labels)
+            loss = F.cross_entropy(logits.to(compute_dtype(logits)), labels.long())
         return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
