@@ -125,7 +125,7 @@ def test_all_that_composer_saves(numpy_module, tmp_path):
 def test_a_truncated_file(kept, tmp_path):
     content = (MASKED_LM / "postnorm" / "latest-rank0.pt").read_bytes()
     (tmp_path / "half.pt").write_bytes(content[: int(kept * len(content))])
-    refused(tmp_path / "half.pt", tmp_path, r"half.pt (cannot be read|holds more than tensors)")
+    refused(tmp_path / "half.pt", tmp_path, "half.pt is truncated: its end is missing; copy it again")
 
 
 def test_a_damaged_file(tmp_path):
@@ -251,11 +251,8 @@ def test_pickled_objects(tmp_path):
 
 def test_files_that_are_something_else(tmp_path):
     file = tmp_path / "weights.pt"
-    content = (MASKED_LM / "postnorm" / "latest-rank0.pt").read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-    refused(file, tmp_path, "cannot be read .*truncated or something else")
     file.write_bytes(b"")
-    refused(file, tmp_path, "cannot be read")
+    refused(file, tmp_path, "cannot be read .*truncated or something else")
     torch.save([torch.zeros(3)], file)
     refused(file, tmp_path, "neither a state dict nor a checkpoint of Composer")
     torch.save({"state": {"optimizers": {}}}, file)
