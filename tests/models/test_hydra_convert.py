@@ -181,6 +181,13 @@ def test_the_class_and_every_size_are_read_off(auto_class, changes_of_head, chan
     same(type(model).from_pretrained(folder).state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_an_encoder_without_a_pooler(prefix, tmp_path):
+    state = tiny("hydra", "AutoModelForMaskedLM").bert.state_dict()
+    torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "weights.pt")
+    same(weights(convert(tmp_path / "weights.pt", tmp_path / "out")), state)
+
+
 def test_vocabulary_padded_to_a_multiple_of_8(tmp_path):
     """As published: 30522 in the configuration, 30528 rows in the weights."""
     source = tmp_path / "source"
