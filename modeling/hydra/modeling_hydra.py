@@ -237,6 +237,20 @@ class HydraPreTrainedModel(SSMPreTrainedModel):
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # they set decay rates: an error grows with the length
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As everywhere here. A model of text refuses what a model of images has saved: both have one configuration,
+        so AutoModel cannot tell them apart."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        saved = (model.config.architectures or [""])[0]
+        if "Image" in saved and cls.main_input_name != "pixel_values":
+            raise ValueError(
+                f"{cls.__name__} reads text and {model.name_or_path} holds a {saved}: load it with "
+                "AutoModelForImageClassification, whose `bert` is the encoder"
+            )
+        return loaded
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As in the authors' code: A is -1, D is 1, whatever the head."""

@@ -445,6 +445,18 @@ def test_heads_read_the_language_models_encoder(tmp_path):
     assert not info["missing_keys"] and encoder.pooler is None
 
 
+@pytest.mark.parametrize("part", ["whole", "encoder"])
+def test_a_model_of_images_is_not_taken_for_one_of_text(part, tmp_path):
+    model = build("AutoModelForImageClassification")
+    (model if part == "whole" else model.bert).save_pretrained(tmp_path)
+    for auto_class in ("AutoModel", "AutoModelForMaskedLM"):
+        with pytest.raises(ValueError, match=r"reads text and .* holds a Hydra.*Image.*: load it with AutoModelForIm"):
+            getattr(modeling_auto, auto_class).from_pretrained(tmp_path)
+    loaded = modeling_auto.AutoModelForImageClassification.from_pretrained(tmp_path)
+    same = zip(loaded.bert.parameters(), model.bert.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in same)
+
+
 # --- tokenizer, pipelines, Trainer -----------------------------------------------------------------------------------
 
 
