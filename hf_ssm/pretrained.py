@@ -15,7 +15,7 @@ from transformers.utils import is_tracing
 
 from hf_ssm.layers import CausalConv1d, CentredConv1d
 from hf_ssm.ops.discretize import compute_dtype
-from hf_ssm.ops.rows import fill_padding, sequence_starts
+from hf_ssm.ops.rows import fill_padding, one_of, sequence_starts
 
 
 class SSMPreTrainedModel(PreTrainedModel):
@@ -123,7 +123,7 @@ def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, past: i
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != batch or shape[1] not in (seqlen, past + seqlen):
+    if len(shape) != 2 or shape[0] != batch or not one_of(shape[1], [seqlen, past + seqlen]):
         also = f" or ({batch}, {past + seqlen}), with the {past} tokens in the cache" if past else ""
         raise ValueError(f"attention_mask has shape {shape}, expected (batch, seqlen) = ({batch}, {seqlen}){also}")
     mask = attention_mask[:, shape[1] - seqlen :].bool()
@@ -138,7 +138,7 @@ def packed_rows(
     """`seq_idx`, or one that changes where a real token's position is not above that of the real token before it.
     None if no row holds more than one sequence."""
     if position_ids is not None and (
-        position_ids.ndim != 2 or position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)
+        position_ids.ndim != 2 or position_ids.shape[1] != seqlen or not one_of(position_ids.shape[0], [1, batch])
     ):
         raise ValueError(
             f"position_ids has shape {tuple(position_ids.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"

@@ -32,6 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_ssm.layers import CentredConv1d, GatedRMSNorm, LayerNorm, log_uniform_time_step_bias
 from hf_ssm.ops import quasiseparable
 from hf_ssm.ops.discretize import compute_dtype
+from hf_ssm.ops.rows import one_of
 from hf_ssm.pretrained import (
     SSMPreTrainedModel,
     check_ids,
@@ -175,7 +176,7 @@ class HydraEmbeddings(nn.Module):
         if token_type_ids is None:
             token_type_ids = torch.zeros(1, 1, dtype=torch.long, device=inputs_embeds.device)
         else:
-            if token_type_ids.shape[0] not in (1, batch) or tuple(token_type_ids.shape[1:]) != (seqlen,):
+            if not one_of(token_type_ids.shape[0], [1, batch]) or tuple(token_type_ids.shape[1:]) != (seqlen,):
                 raise ValueError(
                     f"token_type_ids has shape {tuple(token_type_ids.shape)}, expected (batch, seqlen) = "
                     f"({batch}, {seqlen})"

@@ -315,6 +315,20 @@ def test_compiled_training_step_has_one_graph(padded, new_process):
         assert_near(name, grad, model.get_parameter(name).grad, GRADIENT_TOLERANCE[torch.float32])
 
 
+def test_static_shapes_after_dynamic_ones(new_process):
+    """The first call marks the tensors that its backward pass keeps, so that in the second one the ids' sizes are
+    symbolic and the mask's are not."""
+    model, ids = tiny("hydra", "AutoModel", hidden_dropout_prob=0.0, num_hidden_layers=1).train(), random_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
+    inputs["position_ids"] = torch.arange(9).expand(2, 9).contiguous()
+    want = model(**inputs).last_hidden_state
+    for dynamic in (True, False):
+        compiled = torch.compile(model, dynamic=dynamic, fullgraph=True, backend="aot_eager")
+        assert_near(f"{dynamic=}", compiled(**inputs).last_hidden_state, want, TOLERANCE[torch.float32])
+
+
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
