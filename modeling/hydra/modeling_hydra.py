@@ -484,7 +484,8 @@ class HydraForQuestionAnswering(HydraPreTrainedModel):
         """
         Args:
             start_positions, end_positions: (batch,) positions of the answer's first and last token; one at or behind
-                seqlen (the answer was cut off) is ignored.
+                seqlen (the answer was cut off) is ignored. A negative one counts as 0, the first token, as in all of
+                transformers' heads.
 
         The other arguments are the encoder's. Returns start_logits and end_logits (batch, seqlen).
         """
@@ -496,7 +497,7 @@ class HydraForQuestionAnswering(HydraPreTrainedModel):
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+            loss = self.loss_function(start_logits, end_logits, start_positions.long(), end_positions.long())
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start_logits, end_logits=end_logits, hidden_states=outputs.hidden_states
         )

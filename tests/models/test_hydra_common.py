@@ -362,6 +362,8 @@ def test_question_answering_loss():
     out = model(ids, start_positions=start, end_positions=end)
     want = (F.cross_entropy(out.start_logits[:2], start[:2]) + F.cross_entropy(out.end_logits[:2], end[:2])) / 2
     assert_near("loss", out.loss, want, 1e-6)
+    assert torch.equal(model(ids, start_positions=start.int(), end_positions=end.int()).loss, out.loss)
+    assert torch.equal(model(ids, start_positions=start - torch.tensor([1, 0, 0]), end_positions=end).loss, out.loss)
 
 
 def test_multiple_choice_scores_every_choice_by_itself():
