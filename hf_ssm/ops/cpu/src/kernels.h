@@ -26,11 +26,17 @@ struct SelectiveScanBackward {
   Tensor initial_state;   // (batch, d_inner, d_state) float32
 };
 
+// out = x weight^T + bias; x (rows, in), weight (out, in) with its rows' elements one behind the other, out (rows, out).
+struct Linear {
+  Tensor x, weight, bias, out;
+};
+
 struct Kernels {
   const char* name;
   int lanes;
   void (*selective_scan)(const SelectiveScan&, int threads);
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
+  void (*linear)(const Linear&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

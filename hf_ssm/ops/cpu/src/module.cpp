@@ -149,6 +149,10 @@ void read(SelectiveScanBackward& call, Arguments& arguments) {
     *tensor = arguments.tensor();
 }
 
+void read(Linear& call, Arguments& arguments) {
+  for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.out}) *tensor = arguments.tensor();
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -235,6 +239,7 @@ PyMethodDef methods[] = {
     {"selective_scan", as_method(run<SelectiveScan, &Kernels::selective_scan, read>), METH_FASTCALL, nullptr},
     {"selective_scan_backward", as_method(run<SelectiveScanBackward, &Kernels::selective_scan_backward, read>),
      METH_FASTCALL, nullptr},
+    {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
