@@ -382,7 +382,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.model_class(config))
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Linear = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

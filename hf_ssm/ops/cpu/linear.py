@@ -34,5 +34,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Call it where `takes` says so."""
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    kernels().linear(rows, weight, bias, out.view(-1, weight.shape[0]), torch.get_num_threads())  # type: ignore[union-attr]
+    kernels().linear(rows, weight, bias, out.view(-1, weight.shape[0]), torch.get_num_threads())
     return out

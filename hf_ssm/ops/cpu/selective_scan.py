@@ -92,23 +92,13 @@ def _selective_scan_cpu_backward(
     d_x, d_dt, d_B, d_C = (t.new_empty(t.shape) for t in (x, dt, B, C))
     d_z, d_state = (None if t is None else t.new_empty(t.shape) for t in (z, initial_state))
     # of every row of the batch by itself, so that threads need not wait for one another
-    d_A = A.new_empty(batch, A.shape[1], d_inner)
-    d_D, d_bias = (None if t is None else A.new_empty(batch, d_inner) for t in (D, dt_bias))
+    d_A, d_D, d_bias = (A.new_empty(batch, *shape) for shape in ((A.shape[1], d_inner), (d_inner,), (d_inner,)))
     inputs = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, initial_state)
     grads = (d_x, d_dt, d_A, d_B, d_C, d_D, d_z, d_bias, d_state)
     kernels().selective_scan_backward(*inputs, d_out, d_final, checkpoints, *grads, torch.get_num_threads())
-    nothing = x.new_empty(0)
-    return (
-        d_x,
-        d_dt,
-        d_A.sum(dim=0).t().contiguous(),
-        d_B,
-        d_C,
-        nothing if D is None else d_D.sum(dim=0).to(D.dtype),
-        nothing.clone() if d_z is None else d_z,
-        nothing.clone() if dt_bias is None else d_bias.sum(dim=0).to(dt_bias.dtype),
-        nothing.clone() if d_state is None else d_state,
-    )
+    d_D, d_bias = (None if t is None else grad.sum(dim=0).to(t.dtype) for t, grad in ((D, d_D), (dt_bias, d_bias)))
+    grads = (d_x, d_dt, d_A.sum(dim=0).t().contiguous(), d_B, d_C, d_D, d_z, d_bias, d_state)
+    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
 
 
 @_selective_scan_cpu_backward.register_fake

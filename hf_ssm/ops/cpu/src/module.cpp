@@ -175,7 +175,9 @@ bool machine_has(const Kernels* table) {
   return true;
 }
 
-// set_up(tensor_type, path of the library whose thread pool to use) -> the name of the pool's entry point
+const char* entry_point = nullptr;
+
+// set_up(tensor_type, path of the library whose thread pool to use)
 PyObject* set_up(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (count != 2) {
     PyErr_SetString(PyExc_TypeError, "set_up takes a tensor type and a path");
@@ -194,9 +196,15 @@ PyObject* set_up(PyObject*, PyObject* const* values, Py_ssize_t count) {
   PyObject* path = PyUnicode_AsUTF8String(values[1]);
   if (!path) return nullptr;
   exchange = table;
-  const char* pool = find_pool(PyBytes_AsString(path));
+  entry_point = find_pool(PyBytes_AsString(path));
   Py_DECREF(path);
-  return PyUnicode_FromString(pool);
+  Py_RETURN_NONE;
+}
+
+// The entry point of the thread pool that is used, None if there is none.
+PyObject* pool(PyObject*, PyObject*) {
+  if (!entry_point) Py_RETURN_NONE;
+  return PyUnicode_FromString(entry_point);
 }
 
 // use(name) -> None: take the kernels of an instruction set; ValueError if there are none or the machine lacks it
@@ -233,6 +241,7 @@ PyCFunction as_method(Function function) {
 
 PyMethodDef methods[] = {
     {"set_up", as_method(set_up), METH_FASTCALL, nullptr},
+    {"pool", pool, METH_NOARGS, nullptr},
     {"use", use, METH_O, nullptr},
     {"in_use", in_use, METH_NOARGS, nullptr},
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
