@@ -199,6 +199,8 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
     `layers[i].keys` (batch, kv_heads, tokens, head size) and `layers[i].values` hold the tokens' own.
     """
 
+    implementations = (None, "dynamic")
+
     @classmethod
     def adopt(cls, cache: Cache, config: PreTrainedConfig) -> Self:
         adopted = super().adopt(cache, config)
@@ -225,8 +227,6 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
                 f"past_key_values has {self.meta_count} meta tokens and this model {config.num_memory_tokens}: "
                 "it belongs to another model"
             )
-
-    implementations = (None, "dynamic")
 
     def _prepare(self) -> None:
         super()._prepare()

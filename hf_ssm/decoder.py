@@ -35,16 +35,18 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_ssm.cache import RecurrentCache, Replay, check_states
 from hf_ssm.convert import ORIGINAL_EMBEDDING, OUR_EMBEDDING
-from hf_ssm.layers import GatedMLP, LayerNorm, RMSNorm
+from hf_ssm.layers import GatedMLP, LayerNorm, Linear, RMSNorm
 from hf_ssm.ops.discretize import compute_dtype
 from hf_ssm.ops.rows import sequence_starts
 from hf_ssm.pretrained import (
     SSMPreTrainedModel,
     check_ids,
+    check_labels,
     mean_cross_entropy,
     one_of_ids_and_embeds,
     packed_rows,
     padding_mask,
+    row_label_loss,
     token_label_loss,
 )
 
@@ -380,7 +382,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.model_class(config))
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Linear = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -454,7 +456,7 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.model_class(config))
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -471,7 +473,8 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         """Without an attention mask, a row's last real token is its last one that is not `config.pad_token_id`.
 
         Args:
-            labels: (batch,) class indices, or (batch,) / (batch, num_labels) values for regression.
+            labels: (batch,) class indices, or (batch,) / (batch, num_labels) values for regression, or
+                (batch, num_labels) zeros and ones; `config.problem_type` says which, or their type does.
 
         The other arguments are the backbone's. Returns logits (batch, num_labels).
         """
@@ -488,11 +491,8 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         batch, seqlen = hidden_states.shape[:2]
         last = self._last_real_token(input_ids, attention_mask, batch, seqlen, hidden_states.device)
         logits = self.score(hidden_states[torch.arange(batch, device=hidden_states.device), last])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutputWithPast(
-            loss=loss,
+            loss=row_label_loss(self, logits, labels),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
@@ -530,7 +530,7 @@ class SSMForTokenClassification(SSMPreTrainedModel):
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.model_class(config))
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.score = Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     @can_return_tuple
@@ -555,9 +555,9 @@ class SSMForTokenClassification(SSMPreTrainedModel):
         logits = self.score(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            mask = padding_mask(attention_mask, labels.shape[0], labels.shape[1])
-            if mask is not None:
-                labels = labels.masked_fill(~mask, -100)
+            mask = padding_mask(attention_mask, *logits.shape[:2])
+            check_labels(labels, tuple(logits.shape[:2]), logits.shape[2], "num_labels", mask)
+            labels = labels.long() if mask is None else labels.long().masked_fill(~mask, -100)
             loss = self.loss_function(logits, labels, **kwargs)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

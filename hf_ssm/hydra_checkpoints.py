@@ -153,13 +153,16 @@ def load_original(source: Path, dtype: Any) -> Any:
         config |= said
     model_class = registry.load(_class_of(weights, config.get("architectures")))
     config = model_class.config_class.from_dict(config)
+    options = {}
+    if model_class is registry.load("HydraModel"):
+        options["add_pooling_layer"] = any(name.endswith("pooler.dense.weight") for name in weights)
     with torch.device("meta"):
-        expected = model_class(config).state_dict()
+        expected = model_class(config, **options).state_dict()
     wrong = [name for name, tensor in weights.items() if name in expected and tensor.shape != expected[name].shape]
     if wrong:
         shapes = f"{wrong[0]} is {tuple(weights[wrong[0]].shape)} and not {tuple(expected[wrong[0]].shape)}"
         raise UnknownCheckpoint(f"{file} is not of the sizes that config.json says: {shapes}")
-    return fitting(model_class, file, None, config=config, state_dict=weights, dtype=dtype)
+    return fitting(model_class, file, None, config=config, state_dict=weights, dtype=dtype, **options)
 
 
 def read_weights(file: Path) -> dict[str, Any]:
@@ -211,8 +214,12 @@ def _beside_weights() -> list[Any]:
 
 
 def _check_archive(file: Path) -> None:
-    """torch.load does not look at the checksums of a file that it has written."""
-    if not zipfile.is_zipfile(file):
+    """torch.load does not look at the checksums of the archive that it has written, and what it says of a part of one
+    depends on where that ends."""
+    if not zipfile.is_zipfile(file):  # its table of contents stands at the end
+        with file.open("rb") as stream:
+            if stream.read(2) == b"PK":
+                raise UnknownCheckpoint(f"{file} is truncated: its end is missing; copy it again")
         return
     with zipfile.ZipFile(file) as archive:
         damaged = archive.testzip()

@@ -15,7 +15,7 @@ from transformers.utils import is_tracing
 
 from hf_ssm.layers import CausalConv1d, CentredConv1d
 from hf_ssm.ops.discretize import compute_dtype
-from hf_ssm.ops.rows import fill_padding, sequence_starts
+from hf_ssm.ops.rows import fill_padding, one_of, sequence_starts
 
 
 class SSMPreTrainedModel(PreTrainedModel):
@@ -103,11 +103,15 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_labels(labels: Tensor, shape: tuple[int, ...], count: int, name: str) -> None:
-    """Class indices below `count` (the value of what `name` says), or -100, in a tensor of that shape."""
+def check_labels(labels: Tensor, shape: tuple[int, ...], count: int, name: str, mask: Tensor | None = None) -> None:
+    """Class indices below `count` (the value of what `name` says), or -100, in an integer tensor of that shape. Where
+    `mask`, of the same shape, is False, they may be anything."""
     if tuple(labels.shape) != shape:
         raise ValueError(f"labels has shape {tuple(labels.shape)}, expected {shape}")
-    wrong = outside(labels.masked_fill(labels == -100, 0), count)
+    if labels.is_floating_point():
+        raise ValueError(f"labels is {labels.dtype}, expected an integer type")
+    ignored = labels == -100 if mask is None else (labels == -100) | ~mask
+    wrong = outside(labels.masked_fill(ignored, 0), count)
     if wrong is not None:
         raise ValueError(
             f"label {wrong} is outside 0 ... {count - 1} ({name} = {count}); -100 leaves a position out of the loss"
@@ -119,7 +123,7 @@ def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, past: i
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != batch or shape[1] not in (seqlen, past + seqlen):
+    if len(shape) != 2 or shape[0] != batch or not one_of(shape[1], [seqlen, past + seqlen]):
         also = f" or ({batch}, {past + seqlen}), with the {past} tokens in the cache" if past else ""
         raise ValueError(f"attention_mask has shape {shape}, expected (batch, seqlen) = ({batch}, {seqlen}){also}")
     mask = attention_mask[:, shape[1] - seqlen :].bool()
@@ -134,7 +138,7 @@ def packed_rows(
     """`seq_idx`, or one that changes where a real token's position is not above that of the real token before it.
     None if no row holds more than one sequence."""
     if position_ids is not None and (
-        position_ids.ndim != 2 or position_ids.shape[1] != seqlen or position_ids.shape[0] not in (1, batch)
+        position_ids.ndim != 2 or position_ids.shape[1] != seqlen or not one_of(position_ids.shape[0], [1, batch])
     ):
         raise ValueError(
             f"position_ids has shape {tuple(position_ids.shape)}, expected (batch, seqlen) = ({batch}, {seqlen})"
@@ -200,6 +204,26 @@ def token_label_loss(
     `num_items_in_batch`, the sum divided by that. As transformers' own, but in float64 for float64 logits."""
     logits = logits.to(compute_dtype(logits)).reshape(-1, logits.shape[-1])
     return mean_cross_entropy(logits, labels.reshape(-1), num_items_in_batch)
+
+
+def row_label_loss(model: SSMPreTrainedModel, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    """transformers' loss of one row's logits (b, classes) with its labels, in `compute_dtype`: class indices (b,) or
+    (b, 1) of any integer type, values (b,) or (b, classes), or zeros and ones (b, classes) of any type.
+    `config.problem_type` says which; without it integers are class indices, unless there is only one class."""
+    if labels is None:
+        return None
+    config, (batch, classes) = model.config, logits.shape
+    logits = logits.to(compute_dtype(logits))
+    indices = config.problem_type == "single_label_classification"
+    if config.problem_type is None and classes > 1:
+        indices = not labels.is_floating_point() and labels.dtype != torch.bool
+    if indices:
+        labels = labels.squeeze(1) if labels.ndim == 2 else labels  # (b, 1): one column of a table
+        check_labels(labels, (batch,), classes, "num_labels")
+        labels = labels.long()
+    else:
+        labels = labels.to(logits.dtype)
+    return model.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=config)
 
 
 def mean_cross_entropy(

@@ -163,6 +163,8 @@ def load_split(data: str, name: str, split: str) -> datasets.Dataset:
         files = [folder / f"{split}{suffix}" for suffix in READERS if (folder / f"{split}{suffix}").exists()]
         if not files:
             raise GlueError(f"{where}: {folder} holds no {split} with one of the suffixes {', '.join(READERS)}")
+        if not files[0].stat().st_size:
+            raise GlueError(f"{where}: {files[0]} is empty")
         try:
             found = READERS[files[0].suffix](str(files[0]))
         except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
@@ -248,12 +250,18 @@ def run_task(name: str, model: str, data: str, output: Path, seed: int, *, start
 
 
 def open_results(output: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What is already in `output`. Raises OutputError if that was done with other settings."""
+    """What is already in `output`. Raises OutputError if that cannot be read, or was done with other settings."""
     prepare_folder(output)
     path = output / "results.json"
     if not path.exists():
         return {"settings": settings, "tasks": {}}
-    results = json.loads(path.read_text())
+    try:
+        results = json.loads(path.read_text())
+    except ValueError as error:
+        raise OutputError(f"{path} is not valid JSON ({error}); delete it, or choose another --output") from error
+    ours = isinstance(results, dict) and all(isinstance(results.get(part), dict) for part in ("settings", "tasks"))
+    if not ours:
+        raise OutputError(f"{path} holds no results of this script; delete it, or choose another --output")
     different = sorted(key for key in settings if results["settings"].get(key) != settings[key])
     if different:
         raise OutputError(

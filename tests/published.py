@@ -53,14 +53,18 @@ def _load(operator: str, name: str, entry: dict) -> Case:
     )
 
 
-def assert_as_published(case: Case, function: Callable[..., dict[str, Tensor]]) -> None:
+def assert_as_published(
+    case: Case,
+    function: Callable[..., dict[str, Tensor]],
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32),
+) -> None:
     """`function` takes the published inputs and returns the published outputs, in the published layouts.
 
     In float64 the only difference left is the rounding of the stored numbers, which index.json gives with three
     digits: limit 1.01 times that (and 1e-9 where it is 0). In float32 ours rounds too: the limits are those suggested
     with the data, 2e-5 for outputs, and for a gradient 2e-5 times its largest value, at least 2e-5.
     """
-    for dtype in (torch.float64, torch.float32):
+    for dtype in dtypes:
         leaves = {
             name: t.to(dtype).requires_grad_() if t.is_floating_point() else t for name, t in case.inputs.items()
         }

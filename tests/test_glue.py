@@ -131,6 +131,21 @@ def test_a_finished_task_is_not_repeated(model, data, tmp_path, monkeypatch):
         run(model, ["rte"], data, tmp_path / "out", from_mnli=False, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ('{"settings": {', "is not valid JSON"),
+        ("", "is not valid JSON"),
+        *((text, "holds no results of this script") for text in ("{}", "[]", '{"settings": {}, "tasks": []}')),
+    ],
+)
+def test_results_that_cannot_be_read(tmp_path, content, complaint):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(OutputError, match=rf"results\.json {complaint}.*; delete it, or choose another --output"):
+        run("model", ["cola"], "data", tmp_path, from_mnli=False, seed=0)
+    assert (tmp_path / "results.json").read_text() == content
+
+
 def test_an_interrupted_run_keeps_what_is_finished(model, data, tmp_path, monkeypatch):
     def stop(name, *args, **kwargs):
         if name == "cola":
@@ -219,6 +234,9 @@ def test_missing_data_is_named(data, tmp_path):
     (tmp_path / "cola").mkdir()
     (tmp_path / "cola" / "train.jsonl").write_text("not json\n")
     with pytest.raises(GlueError, match=r"train\.jsonl cannot be read"):
+        load_split(str(tmp_path), "cola", "train")
+    (tmp_path / "cola" / "train.jsonl").write_text("")
+    with pytest.raises(GlueError, match=r"cola, train: .*train\.jsonl is empty"):
         load_split(str(tmp_path), "cola", "train")
     with pytest.raises(GlueError, match="sst2, train: no examples"):
         glue.check_labels(np.array([]), 2, "sst2, train")

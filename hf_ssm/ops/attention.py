@@ -178,6 +178,9 @@ def attend(
 
     query (b, h, q, d), key (b, kv_heads, k, d), value (b, kv_heads, k, e). Returns (b, q, h, e), and the weights
     (b, h, q, k) if the implementation has them. `module` has num_key_value_groups = h / kv_heads.
+
+    Raises ValueError for what flash-attn cannot do, as `flash.attend` says, and KeyError for an implementation that
+    transformers does not know.
     """
     if not query.shape[2]:  # not every kernel takes a call of no tokens
         return eager_attention(module, query, key, value, None, scaling=1.0)

@@ -32,7 +32,6 @@ class Chunks:
         self.dtype = compute_dtype(x)
         # of log decays summed up from a chunk's start, whose differences must be exact behind a large one, too
         self.exact = self.dtype if x.device.type == "mps" else torch.float64  # MPS has no float64
-        self.device = x.device
         self.chunk = min(chunk_size, _CHUNK)
         per_chunk = max(1, self.batch * self.nheads * self.chunk**2)
         self.segment = max(1, _SEGMENT_ELEMENTS // per_chunk) * self.chunk

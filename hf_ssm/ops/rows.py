@@ -3,6 +3,9 @@
 b batch   l seqlen
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,6 +78,12 @@ def check_row_tensor(operator: str, name: str, value: Tensor, x: Tensor) -> None
     if wants_bool != (value.dtype == torch.bool) or value.is_floating_point():
         kind = "bool, True for real tokens" if wants_bool else "an integer type"
         raise ValueError(f"{operator}: {name} is {value.dtype}, expected {kind}")
+
+
+def one_of(size: Any, sizes: Iterable[Any]) -> bool:
+    """`size in sizes`. There torch.compile says no where only one of two equal sizes is symbolic, as after a call with
+    dynamic shapes: https://github.com/pytorch/pytorch/issues/153366."""
+    return any(size == other for other in sizes)
 
 
 def check_shape(operator: str, name: str, value: Tensor, expected: tuple[int, ...], axes: str) -> None:

@@ -14,7 +14,7 @@ from .backends import Backend, Call, choose, register
 from .chunks import Chunks, Direction
 from .discretize import NO_LIMIT, compute_dtype, skip_and_gate, skip_and_gate_backward, step_size, step_size_slope
 from .matrices import semiseparable
-from .rows import check_row_tensor, check_shape, fill_padding, sequence_starts
+from .rows import check_row_tensor, check_shape, fill_padding, one_of, sequence_starts
 
 
 def ssd(
@@ -455,7 +455,7 @@ def _check(x, dt, A, B, C, D, z, dt_bias, dt_limit, chunk_size, initial_state, s
     check_shape(name, "C", C, tuple(B.shape), "(batch, seqlen, ngroups, d_state)")
     if B.shape[2] == 0 or nheads % B.shape[2]:
         raise ValueError(f"{name}: ngroups={B.shape[2]} (B) does not divide nheads={nheads} (x)")
-    if D is not None and tuple(D.shape) not in ((nheads,), (nheads, headdim)):
+    if D is not None and not one_of(tuple(D.shape), [(nheads,), (nheads, headdim)]):
         raise ValueError(
             f"{name}: D has shape {tuple(D.shape)}, expected (nheads,) or (nheads, headdim) = ({nheads}, {headdim})"
         )

@@ -32,6 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 from hf_ssm.layers import CentredConv1d, GatedRMSNorm, LayerNorm, log_uniform_time_step_bias
 from hf_ssm.ops import quasiseparable
 from hf_ssm.ops.discretize import compute_dtype
+from hf_ssm.ops.rows import one_of
 from hf_ssm.pretrained import (
     SSMPreTrainedModel,
     check_ids,
@@ -42,6 +43,7 @@ from hf_ssm.pretrained import (
     padding_as_sequences,
     padding_mask,
     positions_in_sequence,
+    row_label_loss,
     token_label_loss,
 )
 
@@ -174,7 +176,7 @@ class HydraEmbeddings(nn.Module):
         if token_type_ids is None:
             token_type_ids = torch.zeros(1, 1, dtype=torch.long, device=inputs_embeds.device)
         else:
-            if token_type_ids.shape[0] not in (1, batch) or tuple(token_type_ids.shape[1:]) != (seqlen,):
+            if not one_of(token_type_ids.shape[0], [1, batch]) or tuple(token_type_ids.shape[1:]) != (seqlen,):
                 raise ValueError(
                     f"token_type_ids has shape {tuple(token_type_ids.shape)}, expected (batch, seqlen) = "
                     f"({batch}, {seqlen})"
@@ -235,6 +237,20 @@ class HydraPreTrainedModel(SSMPreTrainedModel):
     _can_record_outputs = {"hidden_states": HydraLayer}
     _keep_in_fp32_modules_strict = ["A_log", "dt_bias"]  # they set decay rates: an error grows with the length
     _keys_to_ignore_on_load_unexpected = [r"embeddings\.position_ids$"]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As everywhere here. A model of text refuses what a model of images has saved: both have one configuration,
+        so AutoModel cannot tell them apart."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        saved = (model.config.architectures or [""])[0]
+        if "Image" in saved and cls.main_input_name != "pixel_values":
+            raise ValueError(
+                f"{cls.__name__} reads text and {model.name_or_path} holds a {saved}: load it with "
+                "AutoModelForImageClassification, whose `bert` is the encoder"
+            )
+        return loaded
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -434,9 +450,9 @@ class HydraForTokenClassification(HydraClassifier):
         logits = self.classifier(self.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
-            check_labels(labels, tuple(logits.shape[:2]), logits.shape[2], "num_labels")
-            mask = padding_mask(attention_mask, *labels.shape)
-            labels = labels if mask is None else labels.masked_fill(~mask, -100)
+            mask = padding_mask(attention_mask, *logits.shape[:2])
+            check_labels(labels, tuple(logits.shape[:2]), logits.shape[2], "num_labels", mask)
+            labels = labels.long() if mask is None else labels.long().masked_fill(~mask, -100)
             loss = self.loss_function(logits, labels, **kwargs)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
@@ -468,7 +484,8 @@ class HydraForQuestionAnswering(HydraPreTrainedModel):
         """
         Args:
             start_positions, end_positions: (batch,) positions of the answer's first and last token; one at or behind
-                seqlen (the answer was cut off) is ignored.
+                seqlen (the answer was cut off) is ignored. A negative one counts as 0, the first token, as in all of
+                transformers' heads.
 
         The other arguments are the encoder's. Returns start_logits and end_logits (batch, seqlen).
         """
@@ -480,7 +497,7 @@ class HydraForQuestionAnswering(HydraPreTrainedModel):
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+            loss = self.loss_function(start_logits, end_logits, start_positions.long(), end_positions.long())
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start_logits, end_logits=end_logits, hidden_states=outputs.hidden_states
         )
@@ -525,17 +542,6 @@ class HydraForSequenceClassification(HydraClassifier):
         )
 
 
-def row_label_loss(model: SSMPreTrainedModel, logits: Tensor, labels: Tensor | None) -> Tensor | None:
-    """transformers' loss of one label per row, after a look at class indices."""
-    if labels is None:
-        return None
-    problem = model.config.problem_type
-    counted = problem is None and model.config.num_labels > 1 and not labels.is_floating_point()
-    if problem == "single_label_classification" or counted:
-        check_labels(labels.reshape(-1), (logits.shape[0],), logits.shape[1], "num_labels")
-    return model.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=model.config)
-
-
 class HydraForMultipleChoice(HydraClassifier):
     """The pooled output of every choice, and one score for it."""
 
@@ -577,7 +583,7 @@ class HydraForMultipleChoice(HydraClassifier):
         loss = None
         if labels is not None:
             check_labels(labels, (batch,), choices, "choices")
-            loss = F.cross_entropy(logits.to(compute_dtype(logits)), labels)
+            loss = F.cross_entropy(logits.to(compute_dtype(logits)), labels.long())
         return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 

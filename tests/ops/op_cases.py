@@ -51,6 +51,11 @@ class Operator:
         return {name: t[row : row + 1] if name in rows else t for name, t in tensors.items()}
 
 
+def dtypes_of(backend: str) -> tuple[torch.dtype, ...]:
+    """In which numbers can be compared that were published in float32."""
+    return (torch.float32,) if backend in WITHOUT_FLOAT64 else (torch.float64, torch.float32)
+
+
 def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of a backend without float64, given float32 in its place."""
 

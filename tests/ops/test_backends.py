@@ -10,7 +10,16 @@ import torch
 from op_cases import ALL, CONV, SSD, cast, conv_inputs, ssd_inputs
 from stand_ins import forget_choices
 
-from hf_ssm.ops import BackendUnavailable, UnsupportedByBackend, backend_report, backends, explain, ssd, use_backend
+from hf_ssm.ops import (
+    BackendUnavailable,
+    UnsupportedByBackend,
+    backend_report,
+    backends,
+    cpu,
+    explain,
+    ssd,
+    use_backend,
+)
 
 
 @pytest.fixture
@@ -33,9 +42,10 @@ def runs(monkeypatch):
 
 @pytest.fixture
 def bare_machine(monkeypatch):
-    """No kernel package, no device but the CPU, whatever this machine has."""
+    """No kernel package, no native kernels, no device but the CPU, whatever this machine has."""
     monkeypatch.setattr(backends, "_installed", lambda package: False)
     monkeypatch.setattr(backends, "_device_present", lambda device: device == "cpu")
+    monkeypatch.setattr(cpu, "kernels", lambda: None)
     backends._choose_row.cache_clear()
     yield
     monkeypatch.undo()

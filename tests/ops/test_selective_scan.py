@@ -8,6 +8,7 @@ from op_cases import (
     TOLERANCE,
     assert_near,
     cast,
+    dtypes_of,
     error,
     outputs_and_grads,
     positive_steps,
@@ -134,7 +135,7 @@ def test_published_numbers(backend, case):
         )
         return {"out": out.mT, "last_state": state}
 
-    assert_as_published(case, original_layout)
+    assert_as_published(case, original_layout, dtypes_of(backend))
 
 
 def _token_major(B, u):

@@ -228,6 +228,16 @@ def test_one_token_updates(D):
     torch.testing.assert_close(state, want_state, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("D", ["head", "channel"])
+def test_compiled_with_symbolic_sizes(D):
+    """A parameter's sizes stay numbers beside the symbolic ones of x."""
+    torch.compiler.reset()
+    tensors = cast(ssd_inputs(D=D), torch.float32)
+    tensors["D"] = torch.nn.Parameter(tensors["D"])
+    compiled = torch.compile(ssd, dynamic=True, fullgraph=True, backend="eager")
+    assert_near({"y": compiled(**tensors)[0]}, {"y": ssd(**tensors)[0]}, TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory(monkeypatch, backend):
     """What grows with the sequence is a few tensors of (batch, seqlen, nheads, headdim), forward and backward."""

@@ -20,8 +20,8 @@ def ssd_cpu(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, in
 
 
 def _run(x, dt, A, B, C, dt_bias, dt_softplus, dt_min, dt_max, starts, D, z, initial_state, checkpoints):
-    out = torch.empty(x.shape, dtype=x.dtype)
-    final_state = torch.empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
+    out = x.new_empty(x.shape)
+    final_state = x.new_empty(x.shape[0], *x.shape[2:], B.shape[3], dtype=torch.float32)
     scan = (x, dt, A, B, C, dt_bias, dt_softplus, dt_min, dt_max, starts)
     kernels().ssd(*scan, D, z, initial_state, out, final_state, checkpoints, torch.get_num_threads())
     return out, final_state

@@ -1,6 +1,7 @@
 // Every kernel for one instruction set: compiled several times, with HF_SSM_ISA naming it and the flags that go with it.
 #include "kernels.h"
 
+#include "linear.h"
 #include "selective_scan.h"
 #include "ssd.h"
 
@@ -16,6 +17,7 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::lanes,
     HF_SSM_ISA::selective_scan,
     HF_SSM_ISA::selective_scan_backward,
+    HF_SSM_ISA::linear,
     HF_SSM_ISA::ssd,
 };
 

@@ -26,6 +26,11 @@ struct SelectiveScanBackward {
   Tensor initial_state;   // (batch, d_inner, d_state) float32
 };
 
+// out = x weight^T + bias; x (rows, in), weight (out, in) with its rows' elements one behind the other, out (rows, out).
+struct Linear {
+  Tensor x, weight, bias, out;
+};
+
 // Tokens between the states that `Ssd` keeps for its backward pass, which recomputes those in between.
 constexpr int64_t ssd_checkpoint_tokens = 256;
 
@@ -53,6 +58,7 @@ struct Kernels {
   int lanes;
   void (*selective_scan)(const SelectiveScan&, int threads);
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
+  void (*linear)(const Linear&, int threads);
   void (*ssd)(const Ssd&, int threads);
 };
 
