@@ -19,6 +19,7 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::selective_scan_backward,
     HF_SSM_ISA::linear,
     HF_SSM_ISA::ssd,
+    HF_SSM_ISA::ssd_backward,
 };
 
 }  // namespace hf_ssm

@@ -45,13 +45,27 @@ struct SsdScan {
 // Mamba-2's scan.
 struct Ssd {
   SsdScan scan;
-  Tensor D;                           // (nheads, headdim)
-  Tensor z;                           // (batch, seqlen, nheads, headdim)
-  Tensor initial_state;               // (batch, nheads, headdim, d_state) float32
-  Tensor out;                         // (batch, seqlen, nheads, headdim)
-  Tensor final_state;                 // (batch, nheads, headdim, d_state) float32
-  Tensor checkpoints;                 // (batch, count, nheads, d_state, headdim) float32: states before tokens
-};                                    // ssd_checkpoint_tokens, 2 ssd_checkpoint_tokens, ..
+  Tensor D;              // (nheads,) or (nheads, headdim)
+  Tensor z;              // (batch, seqlen, nheads, headdim)
+  Tensor initial_state;  // (batch, nheads, headdim, d_state) float32
+  Tensor out;            // (batch, seqlen, nheads, headdim)
+  Tensor final_state;    // (batch, nheads, headdim, d_state) float32
+  Tensor checkpoints;    // (batch, count, nheads, d_state, headdim) float32: the states before every
+};                       // ssd_checkpoint_tokens tokens, without the first
+
+// Gradients of what an SsdScan reads, but for x.
+struct SsdScanGradients {
+  Tensor dt, B, C;    // each in the dtype of what it belongs to
+  Tensor A, dt_bias;  // (batch, nheads) float32, added to
+};
+
+struct SsdBackward {
+  Ssd forward;  // out, final_state: their gradients; checkpoints as the forward pass left them
+  SsdScanGradients scan;
+  Tensor x, z;           // gradients in the dtype of what they belong to
+  Tensor D;              // (batch, nheads, headdim) float32, added to
+  Tensor initial_state;  // (batch, nheads, headdim, d_state) float32
+};
 
 struct Kernels {
   const char* name;
@@ -60,6 +74,7 @@ struct Kernels {
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
   void (*linear)(const Linear&, int threads);
   void (*ssd)(const Ssd&, int threads);
+  void (*ssd_backward)(const SsdBackward&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

@@ -167,6 +167,16 @@ void read(Ssd& call, Arguments& arguments) {
     *tensor = arguments.tensor();
 }
 
+void read(SsdScanGradients& scan, Arguments& arguments) {
+  for (Tensor* tensor : {&scan.dt, &scan.A, &scan.B, &scan.C, &scan.dt_bias}) *tensor = arguments.tensor();
+}
+
+void read(SsdBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  read(call.scan, arguments);
+  for (Tensor* tensor : {&call.x, &call.D, &call.z, &call.initial_state}) *tensor = arguments.tensor();
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -264,6 +274,7 @@ PyMethodDef methods[] = {
      METH_FASTCALL, nullptr},
     {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
     {"ssd", as_method(run<Ssd, &Kernels::ssd, read>), METH_FASTCALL, nullptr},
+    {"ssd_backward", as_method(run<SsdBackward, &Kernels::ssd_backward, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
