@@ -1,5 +1,7 @@
 """The `cpu` backend of `hf_ssm.ops.ssd`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,12 +63,12 @@ def _ssd_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, final_state, the states before every _CHECKPOINT tokens without the first (batch, count, nheads, d_state,
     headdim))."""
-    checkpoints = _checkpoints(x, B)
+    checkpoints = checkpoints_of(x, B)
     inputs = (x, dt, A, B, C, dt_bias, dt_softplus, dt_min, dt_max, starts, D, z, initial_state)
     return *_run(*inputs, checkpoints=checkpoints), checkpoints
 
 
-def _checkpoints(x: Tensor, B: Tensor) -> Tensor:
+def checkpoints_of(x: Tensor, B: Tensor) -> Tensor:
     batch, seqlen, nheads, headdim = x.shape
     return x.new_empty(batch, -(-seqlen // _CHECKPOINT) - 1, nheads, B.shape[3], headdim, dtype=torch.float32)
 
@@ -75,7 +77,7 @@ def _checkpoints(x: Tensor, B: Tensor) -> Tensor:
 def _(x, dt, A, B, C, dt_bias, dt_softplus, dt_min, dt_max, starts, D, z, initial_state):
     batch, _, nheads, headdim = x.shape
     final_state = x.new_empty(batch, nheads, headdim, B.shape[3], dtype=torch.float32)
-    return x.new_empty(x.shape), final_state, _checkpoints(x, B)
+    return x.new_empty(x.shape), final_state, checkpoints_of(x, B)
 
 
 @torch.library.custom_op("hf_ssm::ssd_cpu_backward", mutates_args=(), device_types="cpu")
@@ -107,11 +109,10 @@ def _ssd_cpu_backward(
     grads = (d_dt, d_A, d_B, d_C, d_bias, d_x, d_D, d_z, d_state)
     threads = torch.get_num_threads()
     kernels().ssd_backward(*scan, D, z, initial_state, d_out, d_final, checkpoints, *grads, threads)
-    if D is not None and D.ndim == 1:
-        d_D = d_D.sum(dim=2)
-    d_bias, d_D = (None if t is None else grad.sum(dim=0).to(t.dtype) for t, grad in ((dt_bias, d_bias), (D, d_D)))
-    grads = (d_x, d_dt, d_A.sum(dim=0), d_B, d_C, d_bias, d_D, d_z, d_state)
-    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
+    d_bias, d_D = d_bias.sum(dim=0), d_D.sum(dim=0) if D is None or D.ndim == 2 else d_D.sum(dim=(0, 2))
+    sums: tuple[Any, ...] = (d_x, d_dt, d_A.sum(dim=0), d_B, d_C, d_bias, d_D, d_z, d_state)
+    given = (x, dt, A, B, C, dt_bias, D, z, initial_state)
+    return tuple(x.new_empty(0) if t is None else s.to(t.dtype) for t, s in zip(given, sums, strict=True))  # type: ignore[return-value]
 
 
 @_ssd_cpu_backward.register_fake

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "linear.h"
+#include "quasiseparable.h"
 #include "selective_scan.h"
 #include "ssd.h"
 
@@ -20,6 +21,8 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::linear,
     HF_SSM_ISA::ssd,
     HF_SSM_ISA::ssd_backward,
+    HF_SSM_ISA::quasiseparable,
+    HF_SSM_ISA::quasiseparable_backward,
 };
 
 }  // namespace hf_ssm

@@ -67,6 +67,20 @@ struct SsdBackward {
   Tensor initial_state;  // (batch, nheads, headdim, d_state) float32
 };
 
+// Hydra's mixer: two scans with the same x, A and starts, whose dt are step sizes.
+struct Quasiseparable {
+  SsdScan forward, backward;
+  Tensor diagonal;        // (batch, seqlen, nheads)
+  Tensor out;             // (batch, seqlen, nheads, headdim)
+  Tensor before, behind;  // checkpoints as in Ssd, of the backward direction in the order it passes them
+};
+
+struct QuasiseparableBackward {
+  Quasiseparable forward;  // out: its gradient; before, behind as the forward pass left them
+  Tensor x, diagonal;      // gradients in the dtype of what they belong to
+  SsdScanGradients scan_forward, scan_backward;  // one A for both
+};
+
 struct Kernels {
   const char* name;
   int lanes;
@@ -75,6 +89,8 @@ struct Kernels {
   void (*linear)(const Linear&, int threads);
   void (*ssd)(const Ssd&, int threads);
   void (*ssd_backward)(const SsdBackward&, int threads);
+  void (*quasiseparable)(const Quasiseparable&, int threads);
+  void (*quasiseparable_backward)(const QuasiseparableBackward&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

@@ -177,6 +177,27 @@ void read(SsdBackward& call, Arguments& arguments) {
   for (Tensor* tensor : {&call.x, &call.D, &call.z, &call.initial_state}) *tensor = arguments.tensor();
 }
 
+void read(Quasiseparable& call, Arguments& arguments) {
+  SsdScan &forward = call.forward, &backward = call.backward;
+  for (Tensor* tensor : {&forward.x, &forward.dt, &backward.dt, &forward.A, &forward.B, &forward.C, &backward.B,
+                         &backward.C, &call.diagonal, &forward.starts, &call.out, &call.before, &call.behind})
+    *tensor = arguments.tensor();
+  backward.x = forward.x;
+  backward.A = forward.A;
+  backward.starts = forward.starts;
+  forward.dt_min = backward.dt_min = -__builtin_inff();
+  forward.dt_max = backward.dt_max = __builtin_inff();
+}
+
+void read(QuasiseparableBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  SsdScanGradients &forward = call.scan_forward, &backward = call.scan_backward;
+  for (Tensor* tensor : {&call.x, &forward.dt, &backward.dt, &forward.A, &forward.B, &forward.C, &backward.B,
+                         &backward.C, &call.diagonal})
+    *tensor = arguments.tensor();
+  backward.A = forward.A;
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -275,6 +296,9 @@ PyMethodDef methods[] = {
     {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
     {"ssd", as_method(run<Ssd, &Kernels::ssd, read>), METH_FASTCALL, nullptr},
     {"ssd_backward", as_method(run<SsdBackward, &Kernels::ssd_backward, read>), METH_FASTCALL, nullptr},
+    {"quasiseparable", as_method(run<Quasiseparable, &Kernels::quasiseparable, read>), METH_FASTCALL, nullptr},
+    {"quasiseparable_backward", as_method(run<QuasiseparableBackward, &Kernels::quasiseparable_backward, read>),
+     METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -751,7 +751,7 @@ class SsdGradientPass {
 
   const SsdScan& scan_;
   const SsdScanGradients& grads_;
-  const Tensor &initial_state_, &checkpoints_;
+  const Tensor initial_state_, checkpoints_;
   const bool gated_;
   const SsdShape shape_;
   const int64_t heads_;  // of all rows of the batch
