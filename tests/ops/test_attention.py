@@ -227,6 +227,25 @@ def install(monkeypatch, dtype: torch.dtype | None) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flash_attention_2"])
+def test_keys_to_come_are_not_seen(monkeypatch, implementation, count, window):
+    """As a static cache has them: behind the queries are slots that no token is in yet, of each row another number."""
+    install(monkeypatch, torch.float64)
+    monkeypatch.setattr(flash, "_DTYPES", (torch.float64,))
+    rows = ["AAaaaaa...", "AAaaaaaa..", "AAaaaaaaaa"]
+    keys = places(rows)
+    ends = keys.real.sum(dim=1, keepdim=True)
+    queries = Places(ends - count + torch.arange(count), torch.zeros(3, count, dtype=torch.bool))
+    query, key, value = tensors(3, count, 10)
+    got, _ = attend(Module(), query, key, value, Pattern(queries, keys, window, 2), implementation)
+    for r, row in enumerate(rows):
+        alone = row.rstrip(".")
+        q, k, v = query[r : r + 1], key[r : r + 1, :, : len(alone)], value[r : r + 1, :, : len(alone)]
+        compare(got[r : r + 1], one_by_one(q, k, v, [alone], count, window), [alone], count, TOLERANCE[torch.float32])
+
+
 def with_gradients(function, inputs, real):
     """`function(*inputs)` at real queries, and the gradients of all inputs for a cotangent there."""
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
