@@ -4,12 +4,15 @@ A cache holds states and knows no arithmetic: the model hands it new states, and
 tells the states after fewer tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import is_tracing
@@ -111,24 +114,48 @@ class RecurrentCache(DynamicCache):
                 raise RuntimeError("this cache records its past, but the model gave it no way to replay this call")
             self._recorded[layer_idx].append(_Recorded(tokens, self.states(layer_idx), replay))
         self._set(layer_idx, states)
-        self._tokens[layer_idx] += tokens
+        self._tokens[layer_idx] = self._tokens[layer_idx] + tokens  # not in place: while tracing it can be a tensor
 
     def _set(self, layer_idx: int, states: States | None) -> None:
         layer = self.layers[layer_idx]
-        known = states is not None
+        if states is None:
+            self._hold(layer_idx, None, None)
+        else:
+            conv_state = self._put(layer.conv_states[0], states[0].transpose(1, 2))
+            self._hold(layer_idx, conv_state, self._put(layer.recurrent_states[0], states[1]))
+
+    def _hold(self, layer_idx: int, conv_state: Tensor | None, ssm_state: Tensor | None) -> None:
+        layer = self.layers[layer_idx]
+        known = conv_state is not None
         layer.has_previous_state[0] = known
         layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = known
-        if states is None:
-            layer.conv_states[0] = layer.recurrent_states[0] = None
-            return
-        layer.conv_states[0] = self._put(layer.conv_states[0], states[0].transpose(1, 2))
-        layer.recurrent_states[0] = self._put(layer.recurrent_states[0], states[1])
-        layer.conv_kernel_size[0] = states[0].shape[1]
-        layer.dtype, layer.device = states[0].dtype, states[0].device
+        layer.conv_states[0], layer.recurrent_states[0] = conv_state, ssm_state
+        if conv_state is not None:
+            layer.conv_kernel_size[0] = conv_state.shape[2]
+            layer.dtype, layer.device = conv_state.dtype, conv_state.device
 
     def _put(self, held: Tensor | None, new: Tensor) -> Tensor:
         """What to hold on to from now on."""
         return new
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that it holds, by name."""
+        held = {}
+        for i, layer in enumerate(self.layers):
+            if layer.has_previous_state[0]:
+                held[f"{i}.conv_state"], held[f"{i}.ssm_state"] = layer.conv_states[0], layer.recurrent_states[0]
+        return held | self._tokens_held(held["0.ssm_state"]) if held else held
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        """What tells the tokens fed, on the device of `like`, which has the rows."""
+        return {"tokens": like.new_zeros((), dtype=torch.long) + self._tokens[0]}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        """Hold on to what `_tensors` gave."""
+        for i in range(len(self.layers)):
+            self._hold(i, held.get(f"{i}.conv_state"), held.get(f"{i}.ssm_state"))
+        if "tokens" in held:
+            self._tokens = [_number(held["tokens"])] * len(self.layers)
 
     # what transformers asks of a cache
 
@@ -195,6 +222,11 @@ class RecurrentCache(DynamicCache):
             if states is not None:
                 self._set(layer_idx, (change(states[0]), change(states[1])))
             calls.clear()  # what was recorded belongs to the rows as they were
+
+
+def _number(tensor: Tensor) -> int:
+    """What a tensor () holds; itself, while tracing."""
+    return cast(int, tensor) if is_tracing(tensor) else int(tensor)
 
 
 @dataclass
@@ -361,12 +393,39 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
 
     def _set_keys(self, layer_idx: int, keys: Tensor | None, values: Tensor | None) -> None:
         layer = self.layers[layer_idx]
-        layer.is_initialized = keys is not None
-        if keys is None or values is None:
-            layer.keys = layer.values = None
-            return
-        layer.keys, layer.values = self._put(layer.keys, keys), self._put(layer.values, values)
-        layer.dtype, layer.device = keys.dtype, keys.device
+        if keys is not None and values is not None:
+            keys, values = self._put(layer.keys, keys), self._put(layer.values, values)
+            layer.dtype, layer.device = keys.dtype, keys.device
+        layer.keys, layer.values, layer.is_initialized = keys, values, keys is not None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        held = super()._tensors()
+        for i in self._owners():
+            held[f"{i}.keys"], held[f"{i}.values"] = self.layers[i].keys, self.layers[i].values
+        for i, meta in enumerate(self.meta or []):
+            held[f"meta.{i}.conv_state"], held[f"meta.{i}.ssm_state"] = meta.states
+            if meta.keys is not None and meta.values is not None:
+                held[f"meta.{i}.keys"], held[f"meta.{i}.values"] = meta.keys, meta.values
+        return held
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        everything = like.new_ones(like.shape[0], self.get_seq_length(), dtype=torch.bool)
+        return {"real": everything if self._real is None else self._real}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        super()._load(held)
+        count = len(self.layers)
+        for i, layer in enumerate(self.layers):
+            if f"{i}.keys" in held:
+                layer.keys, layer.values, layer.is_initialized = held[f"{i}.keys"], held[f"{i}.values"], True
+        if "meta.0.conv_state" in held:
+            states = [(held[f"meta.{i}.conv_state"], held[f"meta.{i}.ssm_state"]) for i in range(count)]
+            keys = [(held.get(f"meta.{i}.keys"), held.get(f"meta.{i}.values")) for i in range(count)]
+            self.meta = [MetaTokens(state, *pair) for state, pair in zip(states, keys, strict=True)]
+        if "real" in held:
+            real = held["real"]
+            self._tokens = [real.shape[1]] * count
+            self._real = real if is_tracing(real) or not bool(real.all()) else None
 
     def _owners(self) -> list[int]:
         """Layers that hold keys and values."""
@@ -434,9 +493,14 @@ class RecurrentStaticCache(RecurrentCache):
         self._fed.add_(tokens)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        if self._fed is None:
-            return 0
-        return cast(int, self._fed.clone()) if is_tracing(self._fed) else int(self._fed)
+        return 0 if self._fed is None else _number(self._fed.clone())
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        return {"fed": cast(Tensor, self._fed)}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        super()._load(held)
+        self._fed = held.get("fed")
 
     @property
     def is_croppable(self) -> bool:
@@ -487,6 +551,13 @@ class HybridMambaAttentionStaticCache(RecurrentStaticCache, HybridMambaAttention
         if self._counts is None:
             self._counts = self._put(None, like.new_zeros((like.shape[0], 1), dtype=torch.long))
         self._counts.add_(tokens if self._new is None else self._new.sum(dim=1, keepdim=True))
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        return super()._tokens_held(like) | {"counts": cast(Tensor, self._counts)}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        super()._load(held)
+        self._counts = held.get("counts")
 
     def tokens_before(self, tokens: int) -> Tensor | int:
         return 0 if self._counts is None else (self._counts - tokens).clamp(min=0)
@@ -555,6 +626,54 @@ def _take(tokens: Tensor, index: Tensor) -> Tensor:
     return take_tokens(tokens.transpose(1, 2), index).transpose(1, 2)
 
 
+def register_cache_export_support() -> None:
+    """Let `torch.export` take our caches as inputs and outputs, as trees of their tensors.
+
+    Not done on import, as little as transformers does it for its own: FSDP and others take whatever is registered
+    apart and hand on a copy, and a cache is to be changed in place.
+    """
+    for kind in (
+        form for base in (RecurrentCache, HybridMambaAttentionDynamicCache) for form in (base, base.static())
+    ):
+        if kind not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(
+                kind,
+                _flatten,
+                partial(_unflatten, kind),
+                serialized_type_name=f"{kind.__module__}.{kind.__name__}",
+                flatten_with_keys_fn=_flatten_with_keys,
+            )
+
+
+# what a tree is besides its tensors: every layer's kind and size, and the tensors' names; in JSON's types, for
+# torch.export.save
+_Context = list[list[Any]]
+
+
+def _flatten(cache: RecurrentCache) -> tuple[list[Tensor], _Context]:
+    if any(cache.is_recording_past(i) for i in range(len(cache.layers))):
+        raise ValueError("a cache that records its past is no tree of tensors: call stop_recording()")
+    sizes = [getattr(layer, "sliding_window", getattr(layer, "max_cache_len", None)) for layer in cache.layers]
+    kinds = [[type(layer).__name__, size] for layer, size in zip(cache.layers, sizes, strict=True)]
+    held = cache._tensors()
+    return list(held.values()), [kinds, list(held)]
+
+
+def _flatten_with_keys(cache: RecurrentCache) -> tuple[list[tuple[pytree.KeyEntry, Tensor]], _Context]:
+    tensors, context = _flatten(cache)
+    return [(pytree.MappingKey(name), t) for name, t in zip(context[1], tensors, strict=True)], context
+
+
+def _unflatten(kind: type[RecurrentCache], tensors: Iterable[Tensor], context: _Context) -> RecurrentCache:
+    kinds, names = context
+    cache = kind.__new__(kind)
+    layers = [getattr(cache_utils, name)(sliding_window=size, max_cache_len=size) for name, size in kinds]
+    Cache.__init__(cache, layers=layers)
+    cache._prepare()
+    cache._load(dict(zip(names, tensors, strict=True)))
+    return cache
+
+
 def check_states(
     states: States, conv_shape: tuple[int, ...], ssm_shape: tuple[int, ...], device: torch.device
 ) -> None:
@@ -583,4 +702,5 @@ __all__ = [
     "Replay",
     "States",
     "check_states",
+    "register_cache_export_support",
 ]
