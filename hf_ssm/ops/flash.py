@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .attention import Pattern, Places
 
 
+@torch.compiler.disable  # it reads lengths off the device: one graph break, where there would be many
 def attend(
     query: Tensor,
     key: Tensor,
