@@ -1,6 +1,7 @@
 // Every kernel for one instruction set: compiled several times, with HF_SSM_ISA naming it and the flags that go with it.
 #include "kernels.h"
 
+#include "causal_conv1d.h"
 #include "selective_scan.h"
 
 #define HF_SSM_JOIN(a, b) a##b
@@ -15,6 +16,8 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::lanes,
     HF_SSM_ISA::selective_scan,
     HF_SSM_ISA::selective_scan_backward,
+    HF_SSM_ISA::conv1d,
+    HF_SSM_ISA::conv1d_backward,
 };
 
 }  // namespace hf_ssm
