@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cpu
 from .backends import Backend, Call, choose, register
 from .discretize import compute_dtype
 from .rows import (
@@ -394,12 +395,14 @@ register(
             else None
         ),
     ),
+    cpu.backend("causal_conv1d:causal_conv1d_cpu"),
     Backend("torch", "hf_ssm.ops.causal_conv1d:causal_conv1d_torch"),
     Backend("reference", "hf_ssm.ops.causal_conv1d:causal_conv1d_reference", automatic=False),
 )
 
 register(
     "centred_conv1d",
+    cpu.backend("causal_conv1d:centred_conv1d_cpu"),
     Backend("torch", "hf_ssm.ops.causal_conv1d:centred_conv1d_torch"),
     Backend("reference", "hf_ssm.ops.causal_conv1d:centred_conv1d_reference", automatic=False),
 )

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "linear.h"
+#include "causal_conv1d.h"
 #include "selective_scan.h"
 
 #define HF_SSM_JOIN(a, b) a##b
@@ -17,6 +18,8 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::selective_scan,
     HF_SSM_ISA::selective_scan_backward,
     HF_SSM_ISA::linear,
+    HF_SSM_ISA::conv1d,
+    HF_SSM_ISA::conv1d_backward,
 };
 
 }  // namespace hf_ssm

@@ -31,12 +31,30 @@ struct Linear {
   Tensor x, weight, bias, out;
 };
 
+// A short depthwise convolution; token t sees the inputs t - (width - 1 - ahead) ... t + ahead. Channels of x,
+// initial_state and out lie one behind the other.
+struct Conv1d {
+  Tensor x, weight, bias;
+  Tensor initial_state;  // (batch, width - 1 - ahead, channels) in x's dtype: the inputs before x
+  Tensor starts;         // (batch, seqlen) bool: a sequence of its own begins at this token
+  bool silu;
+  int64_t ahead;
+  Tensor out;
+};
+
+struct Conv1dBackward {
+  Conv1d forward;                       // out: its gradient
+  Tensor x, weight, bias, initial_state;  // gradients, each in the dtype of what it belongs to
+};
+
 struct Kernels {
   const char* name;
   int lanes;
   void (*selective_scan)(const SelectiveScan&, int threads);
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
   void (*linear)(const Linear&, int threads);
+  void (*conv1d)(const Conv1d&, int threads);
+  void (*conv1d_backward)(const Conv1dBackward&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

@@ -153,6 +153,19 @@ void read(Linear& call, Arguments& arguments) {
   for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.out}) *tensor = arguments.tensor();
 }
 
+void read(Conv1d& call, Arguments& arguments) {
+  for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.initial_state, &call.starts})
+    *tensor = arguments.tensor();
+  call.silu = arguments.flag();
+  call.ahead = arguments.integer();
+  call.out = arguments.tensor();
+}
+
+void read(Conv1dBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.initial_state}) *tensor = arguments.tensor();
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -249,6 +262,8 @@ PyMethodDef methods[] = {
     {"selective_scan_backward", as_method(run<SelectiveScanBackward, &Kernels::selective_scan_backward, read>),
      METH_FASTCALL, nullptr},
     {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
+    {"conv1d", as_method(run<Conv1d, &Kernels::conv1d, read>), METH_FASTCALL, nullptr},
+    {"conv1d_backward", as_method(run<Conv1dBackward, &Kernels::conv1d_backward, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
