@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import matrices
+from . import cpu, matrices
 from .backends import Backend, Call, choose, register
 from .chunks import Chunks, Direction, DirectionGradients
 from .discretize import compute_dtype, step_size
@@ -630,6 +630,7 @@ def _check(
 
 register(
     "quasiseparable",
+    cpu.backend("quasiseparable:quasiseparable_cpu"),
     Backend("torch", "hf_ssm.ops.quasiseparable:quasiseparable_torch"),
     Backend("reference", "hf_ssm.ops.quasiseparable:quasiseparable_reference", automatic=False),
 )

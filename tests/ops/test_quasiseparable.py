@@ -10,6 +10,7 @@ from op_cases import (
     TOLERANCE,
     assert_near,
     cast,
+    dtypes_of,
     error,
     outputs_and_grads,
     quasiseparable_inputs,
@@ -186,7 +187,7 @@ def test_published_numbers(backend, case):
         out = quasiseparable(**given, diagonal=diag, initial_state=initial_states, backend=backend, **case.arguments)
         return {"output": out}
 
-    assert_as_published(case, original_names)
+    assert_as_published(case, original_names, dtypes_of(backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,6 +10,7 @@ from op_cases import (
     TOLERANCE,
     assert_near,
     cast,
+    dtypes_of,
     error,
     outputs_and_grads,
     set_chunks,
@@ -210,7 +211,7 @@ def test_published_numbers(backend, case):
         )
         return {"out": out, "final_states": state}
 
-    assert_as_published(case, original_names)
+    assert_as_published(case, original_names, dtypes_of(backend))
 
 
 @pytest.mark.parametrize("D", ["head", "channel", None])

@@ -1,9 +1,11 @@
 // Every kernel for one instruction set: compiled several times, with HF_SSM_ISA naming it and the flags that go with it.
 #include "kernels.h"
 
-#include "linear.h"
 #include "causal_conv1d.h"
+#include "linear.h"
+#include "quasiseparable.h"
 #include "selective_scan.h"
+#include "ssd.h"
 
 #define HF_SSM_JOIN(a, b) a##b
 #define HF_SSM_TABLE(isa) HF_SSM_JOIN(kernels_, isa)
@@ -20,6 +22,10 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::linear,
     HF_SSM_ISA::conv1d,
     HF_SSM_ISA::conv1d_backward,
+    HF_SSM_ISA::ssd,
+    HF_SSM_ISA::ssd_backward,
+    HF_SSM_ISA::quasiseparable,
+    HF_SSM_ISA::quasiseparable_backward,
 };
 
 }  // namespace hf_ssm

@@ -47,6 +47,56 @@ struct Conv1dBackward {
   Tensor x, weight, bias, initial_state;  // gradients, each in the dtype of what it belongs to
 };
 
+// Tokens between the states that `Ssd` keeps for its backward pass, which recomputes those in between.
+constexpr int64_t ssd_checkpoint_tokens = 256;
+
+// What a scan of Mamba-2's kind reads; shapes as in hf_ssm.ops.ssd.
+struct SsdScan {
+  Tensor x, dt, A, B, C, dt_bias;
+  bool dt_softplus;
+  float dt_min, dt_max;
+  Tensor starts;  // (batch, seqlen) bool: the state restarts at this token
+};
+
+// Mamba-2's scan.
+struct Ssd {
+  SsdScan scan;
+  Tensor D;              // (nheads,) or (nheads, headdim)
+  Tensor z;              // (batch, seqlen, nheads, headdim)
+  Tensor initial_state;  // (batch, nheads, headdim, d_state) float32
+  Tensor out;            // (batch, seqlen, nheads, headdim)
+  Tensor final_state;    // (batch, nheads, headdim, d_state) float32
+  Tensor checkpoints;    // (batch, count, nheads, d_state, headdim) float32: the states before every
+};                       // ssd_checkpoint_tokens tokens, without the first
+
+// Gradients of what an SsdScan reads, but for x.
+struct SsdScanGradients {
+  Tensor dt, B, C;    // each in the dtype of what it belongs to
+  Tensor A, dt_bias;  // (batch, nheads) float32, added to
+};
+
+struct SsdBackward {
+  Ssd forward;  // out, final_state: their gradients; checkpoints as the forward pass left them
+  SsdScanGradients scan;
+  Tensor x, z;           // gradients in the dtype of what they belong to
+  Tensor D;              // (batch, nheads, headdim) float32, added to
+  Tensor initial_state;  // (batch, nheads, headdim, d_state) float32
+};
+
+// Hydra's mixer: two scans with the same x, A and starts, whose dt are step sizes.
+struct Quasiseparable {
+  SsdScan forward, backward;
+  Tensor diagonal;        // (batch, seqlen, nheads)
+  Tensor out;             // (batch, seqlen, nheads, headdim)
+  Tensor before, behind;  // checkpoints as in Ssd, of the backward direction in the order it passes them
+};
+
+struct QuasiseparableBackward {
+  Quasiseparable forward;  // out: its gradient; before, behind as the forward pass left them
+  Tensor x, diagonal;      // gradients in the dtype of what they belong to
+  SsdScanGradients scan_forward, scan_backward;  // one A for both
+};
+
 struct Kernels {
   const char* name;
   int lanes;
@@ -55,6 +105,10 @@ struct Kernels {
   void (*linear)(const Linear&, int threads);
   void (*conv1d)(const Conv1d&, int threads);
   void (*conv1d_backward)(const Conv1dBackward&, int threads);
+  void (*ssd)(const Ssd&, int threads);
+  void (*ssd_backward)(const SsdBackward&, int threads);
+  void (*quasiseparable)(const Quasiseparable&, int threads);
+  void (*quasiseparable_backward)(const QuasiseparableBackward&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

@@ -166,6 +166,51 @@ void read(Conv1dBackward& call, Arguments& arguments) {
   for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.initial_state}) *tensor = arguments.tensor();
 }
 
+void read(SsdScan& scan, Arguments& arguments) {
+  for (Tensor* tensor : {&scan.x, &scan.dt, &scan.A, &scan.B, &scan.C, &scan.dt_bias}) *tensor = arguments.tensor();
+  scan.dt_softplus = arguments.flag();
+  scan.dt_min = arguments.number();
+  scan.dt_max = arguments.number();
+  scan.starts = arguments.tensor();
+}
+
+void read(Ssd& call, Arguments& arguments) {
+  read(call.scan, arguments);
+  for (Tensor* tensor : {&call.D, &call.z, &call.initial_state, &call.out, &call.final_state, &call.checkpoints})
+    *tensor = arguments.tensor();
+}
+
+void read(SsdScanGradients& scan, Arguments& arguments) {
+  for (Tensor* tensor : {&scan.dt, &scan.A, &scan.B, &scan.C, &scan.dt_bias}) *tensor = arguments.tensor();
+}
+
+void read(SsdBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  read(call.scan, arguments);
+  for (Tensor* tensor : {&call.x, &call.D, &call.z, &call.initial_state}) *tensor = arguments.tensor();
+}
+
+void read(Quasiseparable& call, Arguments& arguments) {
+  SsdScan &forward = call.forward, &backward = call.backward;
+  for (Tensor* tensor : {&forward.x, &forward.dt, &backward.dt, &forward.A, &forward.B, &forward.C, &backward.B,
+                         &backward.C, &call.diagonal, &forward.starts, &call.out, &call.before, &call.behind})
+    *tensor = arguments.tensor();
+  backward.x = forward.x;
+  backward.A = forward.A;
+  backward.starts = forward.starts;
+  forward.dt_min = backward.dt_min = -__builtin_inff();
+  forward.dt_max = backward.dt_max = __builtin_inff();
+}
+
+void read(QuasiseparableBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  SsdScanGradients &forward = call.scan_forward, &backward = call.scan_backward;
+  for (Tensor* tensor : {&call.x, &forward.dt, &backward.dt, &forward.A, &forward.B, &forward.C, &backward.B,
+                         &backward.C, &call.diagonal})
+    *tensor = arguments.tensor();
+  backward.A = forward.A;
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -264,6 +309,11 @@ PyMethodDef methods[] = {
     {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
     {"conv1d", as_method(run<Conv1d, &Kernels::conv1d, read>), METH_FASTCALL, nullptr},
     {"conv1d_backward", as_method(run<Conv1dBackward, &Kernels::conv1d_backward, read>), METH_FASTCALL, nullptr},
+    {"ssd", as_method(run<Ssd, &Kernels::ssd, read>), METH_FASTCALL, nullptr},
+    {"ssd_backward", as_method(run<SsdBackward, &Kernels::ssd_backward, read>), METH_FASTCALL, nullptr},
+    {"quasiseparable", as_method(run<Quasiseparable, &Kernels::quasiseparable, read>), METH_FASTCALL, nullptr},
+    {"quasiseparable_backward", as_method(run<QuasiseparableBackward, &Kernels::quasiseparable_backward, read>),
+     METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
