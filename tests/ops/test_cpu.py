@@ -73,6 +73,8 @@ def draw_layout(data, name: str, t: torch.Tensor):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_fuzzed_shapes_and_layouts(operator, data):
+    """No more than twice as far from the exact result as the worse of the other two backends: what is looked for here
+    is memory that is misread, and what hypothesis finds besides is unlucky rounding, which they share."""
     draw = data.draw
     sizes = {"batch": draw(st.integers(1, 3)), "seqlen": draw(st.sampled_from([1, 2, 17, 64, 65, 70]))}
     if operator.name.endswith("conv1d"):
@@ -92,7 +94,10 @@ def test_fuzzed_shapes_and_layouts(operator, data):
         ends = torch.tensor(lengths).cumsum(0)
         rows["seq_idx"] = torch.bucketize(torch.arange(sizes["seqlen"]), ends, right=True).expand(sizes["batch"], -1)
     exact = outputs_and_grads(operator("reference", **rows), cast(tensors, torch.float64))
-    reference = outputs_and_grads(operator("reference", **rows), tensors)
+    others = [outputs_and_grads(operator(name, **rows), tensors) for name in ("reference", "torch")]
+    limits = {
+        name: 2 * max(error(other[name], exact[name]) for other in others) + TOLERANCE[torch.float32] for name in exact
+    }
     layouts = {name: draw_layout(data, name, t) for name, t in tensors.items()}
 
     def call(**given):
@@ -101,8 +106,7 @@ def test_fuzzed_shapes_and_layouts(operator, data):
     past_autograd = dict(zip(("out", "final_state"), tensors_of(call(**tensors)), strict=False))
     for got in (outputs_and_grads(call, tensors), past_autograd):
         for name in got:
-            limit = 2 * error(reference[name], exact[name]) if dtype != torch.float32 else 0
-            assert error(got[name], exact[name]) <= limit + TOLERANCE[torch.float32], name
+            assert error(got[name], exact[name]) <= limits[name], name
 
 
 @every_operator
