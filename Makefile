@@ -11,7 +11,7 @@ BIN = $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-floor lint format check bench clean
+.PHONY: help demo test test-all test-floor sanitize lint format check bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +27,15 @@ test-all: $(VENV)/has-test  ## run the slow tests, too
 
 test-floor:  ## run the tests on the oldest supported versions, in .venv-floor
 	$(MAKE) test VENV=.venv-floor CONSTRAINTS=constraints-floor.txt
+
+# The package as it is installed, but with the sanitizers in its kernels; `pytest`, not `python -m pytest`, so that the
+# sources in this folder do not come first. Leaks are Python's own.
+sanitize: $(VENV)/has-test  ## run the operators' tests under AddressSanitizer and UBSan
+	HF_SSM_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g" \
+		$(BIN)/python setup.py -q build --build-temp build/sanitize --build-lib build/sanitized
+	PYTHONPATH=build/sanitized ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		$(BIN)/pytest tests/ops -k cpu $(ARGS)
 
 lint: $(VENV)/has-dev  ## check format, style and types
 	$(BIN)/ruff format --check .

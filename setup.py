@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels beside the package; everything else is in pyproject.toml.
+"""Builds the native CPU kernels into the package; everything else is in pyproject.toml.
 
 The kernels are one source, compiled once for every instruction set of the processor's family; which of them runs is
 decided when they are loaded. Without a C++ compiler the package is built without them and runs on its `torch` backend.

@@ -35,7 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_ssm.cache import RecurrentCache, Replay, check_states
 from hf_ssm.convert import ORIGINAL_EMBEDDING, OUR_EMBEDDING
-from hf_ssm.layers import GatedMLP, LayerNorm, RMSNorm
+from hf_ssm.layers import GatedMLP, LayerNorm, Linear, RMSNorm
 from hf_ssm.ops.discretize import compute_dtype
 from hf_ssm.ops.rows import sequence_starts
 from hf_ssm.pretrained import (
@@ -382,7 +382,7 @@ class SSMForCausalLM(SSMPreTrainedModel, SSMGenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.model_class(config))
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: nn.Linear = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -456,7 +456,7 @@ class SSMForSequenceClassification(SSMPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.model_class(config))
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = Linear(config.hidden_size, config.num_labels, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -530,7 +530,7 @@ class SSMForTokenClassification(SSMPreTrainedModel):
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.model_class(config))
         self.dropout = nn.Dropout(config.classifier_dropout)
-        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.score = Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
     @can_return_tuple

@@ -18,14 +18,16 @@ PACKAGES = (
 
 
 def examine() -> dict[str, Any]:
-    """python, packages {name: version or None}, devices [name], operators [row of `ops.backend_report`]."""
-    from hf_ssm.ops import backend_report
+    """python, packages {name: version or None}, devices [name], native_kernels, operators [row of
+    `ops.backend_report`]."""
+    from hf_ssm.ops import backend_report, cpu
 
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _installed(name) for name in PACKAGES},
         "devices": _devices(),
+        "native_kernels": cpu.describe(),
         "operators": backend_report(),
     }
 
@@ -147,6 +149,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(f"Python {report['python']} on {report['platform']}", highlight=False)
     for device in report["devices"]:
         console.print(f"device: {device}", highlight=False)
+    console.print(f"native CPU kernels: {report['native_kernels']}", highlight=False)
     packages = Table("package", "version", title="Installed", title_justify="left")
     for name, found in report["packages"].items():
         packages.add_row(name, found or "[dim]not installed[/dim]")

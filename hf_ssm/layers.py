@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_ssm.ops import causal_conv1d, centred_conv1d
+from hf_ssm.ops.cpu import linear as few_rows
 from hf_ssm.ops.discretize import compute_dtype
+
+
+class Linear(nn.Linear):
+    """nn.Linear that reads its weights at the pace of the memory when a CPU applies it to one or a few tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if few_rows.takes(x, self.weight, self.bias):
+            return few_rows.linear(x, self.weight, self.bias)
+        return super().forward(x)
 
 
 class RMSNorm(nn.Module):
@@ -115,8 +125,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False):
         super().__init__()
-        self.fc1 = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.fc2 = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.fc1 = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.fc2 = Linear(intermediate_size, hidden_size, bias=bias)
         self.fc2.writes_to_residual = True  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:

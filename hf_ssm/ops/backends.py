@@ -107,6 +107,11 @@ def use_backend(*names: str) -> Iterator[None]:
         _forced = before
 
 
+def allows(name: str) -> bool:
+    """Whether backend `name` may run: none is forced, or it is."""
+    return not _forced or name in _forced
+
+
 def choose(call: Call, backend: str | None = None) -> Callable[..., Any]:
     """The implementation that runs `call`: of `backend` if given, else of the forced one, else the first that can.
 

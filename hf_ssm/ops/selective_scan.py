@@ -64,10 +64,11 @@ def selective_scan(
     """
     _check(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, mask)
     if B.ndim == 3:
-        B = B[:, :, None]
+        B = B.unsqueeze(2)
     if C.ndim == 3:
-        C = C[:, :, None]
-    B, C = _same_groups(B, C)
+        C = C.unsqueeze(2)
+    if B.shape[2] != C.shape[2]:
+        B, C = _same_groups(B, C)
     dtype = compute_dtype(x)
     if initial_state is not None:
         initial_state = initial_state.to(dtype)

@@ -28,7 +28,7 @@ from hf_ssm.decoder import (
     SSMModelOutput,
     one_cache,
 )
-from hf_ssm.layers import CausalConv1d, RMSNorm, log_uniform_time_step_bias
+from hf_ssm.layers import CausalConv1d, Linear, RMSNorm, log_uniform_time_step_bias
 from hf_ssm.ops import selective_scan
 from hf_ssm.ops.attention import Pattern, Places, attend
 from hf_ssm.ops.discretize import compute_dtype
@@ -132,12 +132,12 @@ class HymbaMixer(nn.Module):
         self.owns_keys = owns_keys
         self.value_heads = (kv_heads, config.v_head_dim)
         self.in_proj_sizes = [config.hidden_size, *keys_and_values, d_inner, d_inner]
-        self.in_proj = nn.Linear(config.hidden_size, sum(self.in_proj_sizes), bias=config.mamba_proj_bias)
+        self.in_proj = Linear(config.hidden_size, sum(self.in_proj_sizes), bias=config.mamba_proj_bias)
         self.self_attn = HymbaAttention(config)
         self.conv1d = CausalConv1d(d_inner, config.mamba_d_conv, bias=config.mamba_conv_bias)
         self.x_proj_sizes = [rank, d_state, d_state]
-        self.x_proj = nn.ModuleList([nn.Linear(d_inner, sum(self.x_proj_sizes), bias=False)])
-        self.dt_proj = nn.ModuleList([nn.Linear(rank, d_inner, bias=True)])
+        self.x_proj = nn.ModuleList([Linear(d_inner, sum(self.x_proj_sizes), bias=False)])
+        self.dt_proj = nn.ModuleList([Linear(rank, d_inner, bias=True)])
         self.dt_proj[0].projects_time_step = True  # type: ignore[assignment]
         self.A_log = HymbaParameter(d_inner, d_state)
         self.D = HymbaParameter(d_inner)
@@ -148,7 +148,7 @@ class HymbaMixer(nn.Module):
             self.C_layernorm = RMSNorm(d_state, config.rms_norm_eps)
         self.pre_avg_layernorm1 = RMSNorm(d_inner, config.rms_norm_eps)
         self.pre_avg_layernorm2 = RMSNorm(d_inner, config.rms_norm_eps)
-        self.out_proj = nn.Linear(d_inner, config.hidden_size, bias=config.mamba_proj_bias)
+        self.out_proj = Linear(d_inner, config.hidden_size, bias=config.mamba_proj_bias)
         self.conv_state_shape = (config.mamba_d_conv, d_inner)
         self.ssm_state_shape = (d_inner, d_state)
 
@@ -217,9 +217,9 @@ class HymbaMLP(nn.Module):
 
     def __init__(self, config: HymbaConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act = ACT2FN[config.mlp_hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from hf_ssm.decoder import (
     SSMForTokenClassification,
     SSMModel,
 )
-from hf_ssm.layers import CausalConv1d, log_uniform_time_step_bias
+from hf_ssm.layers import CausalConv1d, Linear, log_uniform_time_step_bias
 from hf_ssm.ops import selective_scan
 
 from .configuration_mamba import MambaConfig
@@ -31,14 +31,14 @@ class MambaMixer(nn.Module):
     def __init__(self, config: MambaConfig):
         super().__init__()
         d_inner, d_state, rank = config.intermediate_size, config.state_size, config.time_step_rank
-        self.in_proj = nn.Linear(config.hidden_size, 2 * d_inner, bias=config.use_bias)
+        self.in_proj = Linear(config.hidden_size, 2 * d_inner, bias=config.use_bias)
         self.conv1d = CausalConv1d(d_inner, config.conv_kernel, bias=config.use_conv_bias)
-        self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
-        self.dt_proj = nn.Linear(rank, d_inner, bias=True)
+        self.x_proj = Linear(d_inner, rank + 2 * d_state, bias=False)
+        self.dt_proj = Linear(rank, d_inner, bias=True)
         self.dt_proj.projects_time_step = True  # type: ignore[assignment]
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state))
         self.D = nn.Parameter(torch.empty(d_inner))
-        self.out_proj = nn.Linear(d_inner, config.hidden_size, bias=config.use_bias)
+        self.out_proj = Linear(d_inner, config.hidden_size, bias=config.use_bias)
         self.out_proj.writes_to_residual = True  # type: ignore[assignment]
         self.x_proj_sizes = [rank, d_state, d_state]
         self.conv_state_shape = (config.conv_kernel, d_inner)

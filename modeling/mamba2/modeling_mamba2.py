@@ -19,7 +19,7 @@ from hf_ssm.decoder import (
     SSMForTokenClassification,
     SSMModel,
 )
-from hf_ssm.layers import CausalConv1d, GatedRMSNorm, log_uniform_time_step_bias
+from hf_ssm.layers import CausalConv1d, GatedRMSNorm, Linear, log_uniform_time_step_bias
 from hf_ssm.ops import ssd
 
 from .configuration_mamba2 import Mamba2Config
@@ -35,7 +35,7 @@ class Mamba2Mixer(nn.Module):
         self.dt_limit = (float(config.time_step_limit[0]), float(config.time_step_limit[1]))
         self.in_proj_sizes = [d_inner, d_inner + 2 * bc_size, config.num_heads]
         self.xBC_sizes = [d_inner, bc_size, bc_size]
-        self.in_proj = nn.Linear(config.hidden_size, sum(self.in_proj_sizes), bias=config.use_bias)
+        self.in_proj = Linear(config.hidden_size, sum(self.in_proj_sizes), bias=config.use_bias)
         self.conv1d = CausalConv1d(d_inner + 2 * bc_size, config.conv_kernel, bias=config.use_conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(config.num_heads))
         self.A_log = nn.Parameter(torch.empty(config.num_heads))
@@ -50,7 +50,7 @@ class Mamba2Mixer(nn.Module):
             if config.use_gated_norm
             else None
         )
-        self.out_proj = nn.Linear(d_inner, config.hidden_size, bias=config.use_bias)
+        self.out_proj = Linear(d_inner, config.hidden_size, bias=config.use_bias)
         self.out_proj.writes_to_residual = True  # type: ignore[assignment]
         self.conv_state_shape = (config.conv_kernel, d_inner + 2 * bc_size)
         self.ssm_state_shape = (config.num_heads, config.head_dim, config.state_size)

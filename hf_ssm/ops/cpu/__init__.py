@@ -6,10 +6,12 @@ pool and know nothing of its C++ interface, so one build serves every version of
 installation there are none, and the operators run on their `torch` backend.
 """
 
+import importlib
 import os
+import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +22,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @cache
-def kernels() -> ModuleType | None:
-    """The built kernels, ready to be called; None if there are none. They take tensors as they are, None for a missing
-    one, and last the number of threads.
+def kernels() -> Any:
+    """The module of built kernels, ready to be called; None if there are none. A kernel takes tensors, None for a
+    missing one, and last the number of threads.
 
     Raises:
         ValueError: HF_SSM_CPU names an instruction set that the build or the machine does not have.
     """
     try:
-        from . import _native
+        _native = importlib.import_module(f"{__name__}._native")
     except ImportError:
         return None
-    name = "libtorch_cpu.dylib" if torch.backends.mps.is_built() else "libtorch_cpu.so"
-    _native.set_up(Tensor, str(Path(torch.__file__).parent / "lib" / name))
+    library = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+    _native.set_up(Tensor, str(Path(torch.__file__).parent / "lib" / library))
     if wanted := os.environ.get("HF_SSM_CPU"):
         available = _native.instruction_sets()
         if wanted not in available:
@@ -41,15 +43,28 @@ def kernels() -> ModuleType | None:
     return _native
 
 
+def describe() -> str:
+    """The kernels in a line, for a report."""
+    native = kernels()
+    if native is None:
+        return "none: " + NOT_BUILT
+    others = [name for name in native.instruction_sets() if name != native.in_use()]
+    threads = "PyTorch's threads" if native.pool() else "one thread: PyTorch's were not found"
+    return (
+        f"{native.in_use()} (also {', '.join(others)}), on {threads}" if others else f"{native.in_use()}, on {threads}"
+    )
+
+
+NOT_BUILT = "the native kernels were not built, which takes a C++ compiler when hf-ssm is installed"
+
+
 def backend(impl: str) -> Backend:
     """The `cpu` row of an operator's table; `impl` is "module:function" in this package."""
     return Backend("cpu", f"{__name__}.{impl}", missing=_not_built, devices=("cpu",), lacks=_lacks)
 
 
 def _not_built() -> str | None:
-    if kernels() is None:
-        return "the native kernels were not built: that takes a C++ compiler when hf-ssm is installed"
-    return None
+    return NOT_BUILT if kernels() is None else None
 
 
 def _lacks(call: Call) -> str | None:
@@ -61,12 +76,15 @@ def at_once(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     grad = torch.is_grad_enabled()
-    return all(t is None or (type(t) in _PLAIN and not (grad and t.requires_grad)) for t in tensors)
+    for t in tensors:  # a loop, not all(...): a decoded token passes here a hundred times
+        if t is not None and (type(t) not in _PLAIN or (grad and t.requires_grad)):
+            return False
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def single(t: Tensor | None) -> Tensor | None:
-    """`t` in a dtype that the kernels have."""
+def single(t: Any) -> Any:
+    """A tensor in a dtype that the kernels have; None stays None."""
     return t.float() if t is not None and t.dtype == torch.float64 else t

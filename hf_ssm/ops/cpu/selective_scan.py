@@ -33,8 +33,8 @@ def selective_scan_cpu(
 
 
 def _run(x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, initial_state, checkpoints):
-    out = torch.empty(x.shape, dtype=x.dtype)
-    final_state = torch.empty(x.shape[0], *A.shape, dtype=torch.float32)
+    out = x.new_empty(x.shape)
+    final_state = x.new_empty(x.shape[0], *A.shape, dtype=torch.float32)
     inputs = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, initial_state)
     kernels().selective_scan(*inputs, out, final_state, checkpoints, torch.get_num_threads())
     return out, final_state
@@ -89,25 +89,23 @@ def _selective_scan_cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C, D, z, dt_bias, initial_state; empty where the input was None."""
     batch, _, d_inner = x.shape
-    d_x, d_dt, d_B, d_C = (torch.empty(t.shape, dtype=t.dtype) for t in (x, dt, B, C))
-    d_z, d_state = (None if t is None else torch.empty(t.shape, dtype=t.dtype) for t in (z, initial_state))
+    d_x, d_dt, d_B, d_C = (t.new_empty(t.shape) for t in (x, dt, B, C))
+    d_z, d_state = (None if t is None else t.new_empty(t.shape) for t in (z, initial_state))
     # of every row of the batch by itself, so that threads need not wait for one another
-    d_A = torch.empty(batch, A.shape[1], d_inner)
-    d_D, d_bias = (None if t is None else torch.empty(batch, d_inner) for t in (D, dt_bias))
+    d_A, d_D, d_bias = (A.new_empty(batch, *shape) for shape in ((A.shape[1], d_inner), (d_inner,), (d_inner,)))
     inputs = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, initial_state)
     grads = (d_x, d_dt, d_A, d_B, d_C, d_D, d_z, d_bias, d_state)
     kernels().selective_scan_backward(*inputs, d_out, d_final, checkpoints, *grads, torch.get_num_threads())
-    nothing = x.new_empty(0)
     return (
         d_x,
         d_dt,
         d_A.sum(dim=0).t().contiguous(),
         d_B,
         d_C,
-        nothing if D is None else d_D.sum(dim=0).to(D.dtype),
-        nothing.clone() if d_z is None else d_z,
-        nothing.clone() if dt_bias is None else d_bias.sum(dim=0).to(dt_bias.dtype),
-        nothing.clone() if d_state is None else d_state,
+        x.new_empty(0) if D is None else d_D.sum(dim=0).to(D.dtype),
+        x.new_empty(0) if d_z is None else d_z,
+        x.new_empty(0) if dt_bias is None else d_bias.sum(dim=0).to(dt_bias.dtype),
+        x.new_empty(0) if d_state is None else d_state,
     )
 
 

@@ -55,22 +55,20 @@ struct Taps {
   }
 
  private:
-#define HF_SSM_SELECT(...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #if HF_SSM_LANES == 16
   static Floats evens(Floats a, Floats b) {
-    return HF_SSM_SELECT(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return HF_SSM_SELECT(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   }
   static Floats odds(Floats a, Floats b) {
-    return HF_SSM_SELECT(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return HF_SSM_SELECT(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
   }
 #elif HF_SSM_LANES == 8
-  static Floats evens(Floats a, Floats b) { return HF_SSM_SELECT(0, 2, 4, 6, 8, 10, 12, 14); }
-  static Floats odds(Floats a, Floats b) { return HF_SSM_SELECT(1, 3, 5, 7, 9, 11, 13, 15); }
+  static Floats evens(Floats a, Floats b) { return HF_SSM_SELECT(a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
+  static Floats odds(Floats a, Floats b) { return HF_SSM_SELECT(a, b, 1, 3, 5, 7, 9, 11, 13, 15); }
 #else
-  static Floats evens(Floats a, Floats b) { return HF_SSM_SELECT(0, 2, 4, 6); }
-  static Floats odds(Floats a, Floats b) { return HF_SSM_SELECT(1, 3, 5, 7); }
+  static Floats evens(Floats a, Floats b) { return HF_SSM_SELECT(a, b, 0, 2, 4, 6); }
+  static Floats odds(Floats a, Floats b) { return HF_SSM_SELECT(a, b, 1, 3, 5, 7); }
 #endif
-#undef HF_SSM_SELECT
 };
 
 // Which inputs a token sees: at most `back` before and `ahead` behind it, of its own sequence, in [lowest, seqlen).

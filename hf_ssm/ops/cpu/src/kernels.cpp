@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "causal_conv1d.h"
+#include "linear.h"
 #include "selective_scan.h"
 
 #define HF_SSM_JOIN(a, b) a##b
@@ -16,6 +17,7 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::lanes,
     HF_SSM_ISA::selective_scan,
     HF_SSM_ISA::selective_scan_backward,
+    HF_SSM_ISA::linear,
     HF_SSM_ISA::conv1d,
     HF_SSM_ISA::conv1d_backward,
 };

@@ -26,6 +26,11 @@ struct SelectiveScanBackward {
   Tensor initial_state;   // (batch, d_inner, d_state) float32
 };
 
+// out = x weight^T + bias; x (rows, in), weight (out, in) with its rows' elements one behind the other, out (rows, out).
+struct Linear {
+  Tensor x, weight, bias, out;
+};
+
 // A short depthwise convolution; token t sees the inputs t - (width - 1 - ahead) ... t + ahead. Channels of x,
 // initial_state and out lie one behind the other.
 struct Conv1d {
@@ -38,7 +43,7 @@ struct Conv1d {
 };
 
 struct Conv1dBackward {
-  Conv1d forward;                       // out: its gradient
+  Conv1d forward;                         // out: its gradient
   Tensor x, weight, bias, initial_state;  // gradients, each in the dtype of what it belongs to
 };
 
@@ -47,6 +52,7 @@ struct Kernels {
   int lanes;
   void (*selective_scan)(const SelectiveScan&, int threads);
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
+  void (*linear)(const Linear&, int threads);
   void (*conv1d)(const Conv1d&, int threads);
   void (*conv1d_backward)(const Conv1dBackward&, int threads);
 };

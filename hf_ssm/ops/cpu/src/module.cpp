@@ -149,6 +149,10 @@ void read(SelectiveScanBackward& call, Arguments& arguments) {
     *tensor = arguments.tensor();
 }
 
+void read(Linear& call, Arguments& arguments) {
+  for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.out}) *tensor = arguments.tensor();
+}
+
 void read(Conv1d& call, Arguments& arguments) {
   for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.initial_state, &call.starts})
     *tensor = arguments.tensor();
@@ -184,7 +188,9 @@ bool machine_has(const Kernels* table) {
   return true;
 }
 
-// set_up(tensor_type, path of the library whose thread pool to use) -> the name of the pool's entry point
+const char* entry_point = nullptr;
+
+// set_up(tensor_type, path of the library whose thread pool to use)
 PyObject* set_up(PyObject*, PyObject* const* values, Py_ssize_t count) {
   if (count != 2) {
     PyErr_SetString(PyExc_TypeError, "set_up takes a tensor type and a path");
@@ -203,9 +209,15 @@ PyObject* set_up(PyObject*, PyObject* const* values, Py_ssize_t count) {
   PyObject* path = PyUnicode_AsUTF8String(values[1]);
   if (!path) return nullptr;
   exchange = table;
-  const char* pool = find_pool(PyBytes_AsString(path));
+  entry_point = find_pool(PyBytes_AsString(path));
   Py_DECREF(path);
-  return PyUnicode_FromString(pool);
+  Py_RETURN_NONE;
+}
+
+// The entry point of the thread pool that is used, None if there is none.
+PyObject* pool(PyObject*, PyObject*) {
+  if (!entry_point) Py_RETURN_NONE;
+  return PyUnicode_FromString(entry_point);
 }
 
 // use(name) -> None: take the kernels of an instruction set; ValueError if there are none or the machine lacks it
@@ -242,12 +254,14 @@ PyCFunction as_method(Function function) {
 
 PyMethodDef methods[] = {
     {"set_up", as_method(set_up), METH_FASTCALL, nullptr},
+    {"pool", pool, METH_NOARGS, nullptr},
     {"use", use, METH_O, nullptr},
     {"in_use", in_use, METH_NOARGS, nullptr},
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
     {"selective_scan", as_method(run<SelectiveScan, &Kernels::selective_scan, read>), METH_FASTCALL, nullptr},
     {"selective_scan_backward", as_method(run<SelectiveScanBackward, &Kernels::selective_scan_backward, read>),
      METH_FASTCALL, nullptr},
+    {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
     {"conv1d", as_method(run<Conv1d, &Kernels::conv1d, read>), METH_FASTCALL, nullptr},
     {"conv1d_backward", as_method(run<Conv1dBackward, &Kernels::conv1d_backward, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},

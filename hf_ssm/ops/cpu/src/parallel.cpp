@@ -63,13 +63,13 @@ const char* find_pool(const char* path) {
   pool = Pool{};
   pool.thread = Query(find("omp_get_thread_num"));
   pool.threads = Query(find("omp_get_num_threads"));
-  if (!pool.thread || !pool.threads) return "none";
+  if (!pool.thread || !pool.threads) return nullptr;
   pool.gnu = GnuParallel(find("GOMP_parallel"));
   if (pool.gnu) return "GOMP_parallel";
   pool.llvm_push = LlvmPush(find("__kmpc_push_num_threads"));
   pool.llvm_thread = LlvmThread(find("__kmpc_global_thread_num"));
   if (pool.llvm_push && pool.llvm_thread) pool.llvm = LlvmFork(find("__kmpc_fork_call"));
-  return pool.llvm ? "__kmpc_fork_call" : "none";
+  return pool.llvm ? "__kmpc_fork_call" : nullptr;
 }
 
 Scratch::Scratch(size_t floats) {

@@ -8,7 +8,8 @@ namespace hf_ssm {
 // Calls run(context, share, shares) for every share in [0, shares), each from a thread of its own; shares <= threads.
 void run_in_pool(int threads, void (*run)(void* context, int share, int shares), void* context);
 
-// Finds the OpenMP runtime that the library at `path` (torch's) is linked with. Without one, work is not shared.
+// Finds the OpenMP runtime that the library at `path` (torch's) is linked with, and names its entry point. Null if
+// there is none: work is not shared then.
 const char* find_pool(const char* path);
 
 // 64-byte aligned memory that is freed at the end of its scope. Throws std::bad_alloc.

@@ -52,19 +52,24 @@ inline Floats abs(Floats a) { return bits<Floats>(bits<Ints>(a) & 0x7fffffff); }
 // a b + c, rounded once where the machine can; elsewhere the product is rounded, too.
 inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
 
+#define HF_SSM_SELECT(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+
 inline float sum(Floats a) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(a));
+#if HF_SSM_LANES == 16
+  a += HF_SSM_SELECT(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  a += HF_SSM_SELECT(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  a += HF_SSM_SELECT(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#elif HF_SSM_LANES == 8
+  a += HF_SSM_SELECT(a, a, 4, 5, 6, 7, 0, 1, 2, 3);
+  a += HF_SSM_SELECT(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
 #else
-  float total = 0;
-  for (int i = 0; i < lanes; ++i) total += a[i];
-  return total;
+  a += HF_SSM_SELECT(a, a, 2, 3, 0, 1);
 #endif
+  return a[0] + a[1];
 }
 
 // a[0] .. a[lanes - 1] -> the vector of their sums, by halving: 3 operations per sum. Overwrites a.
 inline Floats sums(Floats* a) {
-#define HF_SSM_SELECT(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 #if HF_SSM_LANES == 16
 #pragma GCC unroll 16
   for (int i = 0; i < 8; ++i)
@@ -96,7 +101,6 @@ inline Floats sums(Floats* a) {
     a[i] = HF_SSM_SELECT(a[i], a[i + 2], 0, 1, 4, 5) + HF_SSM_SELECT(a[i], a[i + 2], 2, 3, 6, 7);
   return HF_SSM_SELECT(a[0], a[1], 0, 4, 2, 6) + HF_SSM_SELECT(a[0], a[1], 1, 5, 3, 7);
 #endif
-#undef HF_SSM_SELECT
 }
 
 // 2^(a (b + c)), c being what b lacks of a number: the product enters unrounded, so the relative error is that of the
