@@ -1,8 +1,8 @@
 // Every kernel for one instruction set: compiled several times, with HF_SSM_ISA naming it and the flags that go with it.
 #include "kernels.h"
 
-#include "causal_conv1d.h"
 #include "linear.h"
+#include "causal_conv1d.h"
 #include "selective_scan.h"
 
 #define HF_SSM_JOIN(a, b) a##b
