@@ -1,8 +1,9 @@
 // Every kernel for one instruction set: compiled several times, with HF_SSM_ISA naming it and the flags that go with it.
 #include "kernels.h"
 
-#include "linear.h"
 #include "causal_conv1d.h"
+#include "linear.h"
+#include "rms_norm.h"
 #include "selective_scan.h"
 
 #define HF_SSM_JOIN(a, b) a##b
@@ -20,6 +21,8 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::linear,
     HF_SSM_ISA::conv1d,
     HF_SSM_ISA::conv1d_backward,
+    HF_SSM_ISA::rms_norm,
+    HF_SSM_ISA::rms_norm_backward,
 };
 
 }  // namespace hf_ssm

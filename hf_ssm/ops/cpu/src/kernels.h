@@ -47,6 +47,21 @@ struct Conv1dBackward {
   Tensor x, weight, bias, initial_state;  // gradients, each in the dtype of what it belongs to
 };
 
+// RMS norm of rows in groups of channels, with or without a gate; every tensor in its own dtype, channels one behind the
+// other.
+struct RmsNorm {
+  Tensor x, weight, gate;  // (..., channels), (channels,), (..., channels)
+  int64_t group_size;
+  bool norm_before_gate;
+  float eps;
+  Tensor out;
+};
+
+struct RmsNormBackward {
+  RmsNorm forward;         // out: its gradient
+  Tensor x, weight, gate;  // gradients, each in the dtype of what it belongs to
+};
+
 struct Kernels {
   const char* name;
   int lanes;
@@ -55,6 +70,8 @@ struct Kernels {
   void (*linear)(const Linear&, int threads);
   void (*conv1d)(const Conv1d&, int threads);
   void (*conv1d_backward)(const Conv1dBackward&, int threads);
+  void (*rms_norm)(const RmsNorm&, int threads);
+  void (*rms_norm_backward)(const RmsNormBackward&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

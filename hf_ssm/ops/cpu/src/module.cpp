@@ -166,6 +166,19 @@ void read(Conv1dBackward& call, Arguments& arguments) {
   for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.initial_state}) *tensor = arguments.tensor();
 }
 
+void read(RmsNorm& call, Arguments& arguments) {
+  for (Tensor* tensor : {&call.x, &call.weight, &call.gate}) *tensor = arguments.tensor();
+  call.group_size = arguments.integer();
+  call.norm_before_gate = arguments.flag();
+  call.eps = arguments.number();
+  call.out = arguments.tensor();
+}
+
+void read(RmsNormBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  for (Tensor* tensor : {&call.x, &call.weight, &call.gate}) *tensor = arguments.tensor();
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -264,6 +277,8 @@ PyMethodDef methods[] = {
     {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
     {"conv1d", as_method(run<Conv1d, &Kernels::conv1d, read>), METH_FASTCALL, nullptr},
     {"conv1d_backward", as_method(run<Conv1dBackward, &Kernels::conv1d_backward, read>), METH_FASTCALL, nullptr},
+    {"rms_norm", as_method(run<RmsNorm, &Kernels::rms_norm, read>), METH_FASTCALL, nullptr},
+    {"rms_norm_backward", as_method(run<RmsNormBackward, &Kernels::rms_norm_backward, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
