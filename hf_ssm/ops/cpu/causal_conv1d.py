@@ -24,7 +24,7 @@ def _convolve(x, weight, bias, initial_state, seq_idx, silu, ahead):
 
 
 def _run(x, weight, bias, initial_state, starts, silu, ahead):
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     inputs = (_rows(x), weight, bias, _rows(initial_state), starts, silu, ahead)
     kernels().conv1d(*inputs, out, torch.get_num_threads())
     return out

@@ -199,14 +199,8 @@ inline void conv1d(const Conv1d& call, int threads) {
   });
 }
 
-// The gradient of out before its activation.
-inline Floats before_silu(Floats grad, Floats total) {
-  Floats gate = sigmoid(total);
-  return grad * (gate * (1.0f + total * (1.0f - gate)));
-}
-
 // Of conv_tokens tokens: their gradients before the activation, grads [tokens][conv_block], and the sums of those times
-// each tap's inputs and of themselves, which are added to sums [width + 1][padded].
+// each tap's inputs and of themselves, which are added to sums [width + 1][conv_block].
 template <Dtype dtype, int width>
 inline void differentiate_several(const char* const* rows, const char* const* d_outs, int64_t channels,
                                   const Taps& taps, int64_t offset, bool with_silu, float* grads,
@@ -225,7 +219,7 @@ inline void differentiate_several(const char* const* rows, const char* const* d_
         Floats total = load(taps.bias + offset + c);
 #pragma GCC unroll 16
         for (int k = 0; k < width; ++k) total += load(taps.weight + k * taps.padded + offset + c) * inputs[t + k];
-        grad = before_silu(grad, total);
+        grad *= silu_slope(total);
       }
       store(grads + t * conv_block + c, grad);
 #pragma GCC unroll 16
@@ -234,10 +228,10 @@ inline void differentiate_several(const char* const* rows, const char* const* d_
     }
 #pragma GCC unroll 16
     for (int k = 0; k < width; ++k) {
-      float* sum = sums + k * taps.padded + offset + c;
+      float* sum = sums + k * conv_block + c;
       store(sum, load(sum) + d_taps[k]);
     }
-    float* sum = sums + width * taps.padded + offset + c;
+    float* sum = sums + width * conv_block + c;
     store(sum, load(sum) + d_bias);
   }
 }
@@ -253,15 +247,15 @@ inline void differentiate_one(const char* const* rows, const char* d_out, Dtype 
       Floats total = load(taps.bias + offset + c);
       for (int64_t k = first; k <= last; ++k)
         total += load(taps.weight + k * taps.padded + offset + c) * take(rows[k] + c * size, dtype, channels - c);
-      grad = before_silu(grad, total);
+      grad *= silu_slope(total);
     }
     store(grads + c, grad);
     if (!sums) continue;
     for (int64_t k = first; k <= last; ++k) {
-      float* sum = sums + k * taps.padded + offset + c;
+      float* sum = sums + k * conv_block + c;
       store(sum, load(sum) + grad * take(rows[k] + c * size, dtype, channels - c));
     }
-    float* sum = sums + taps.width * taps.padded + offset + c;
+    float* sum = sums + taps.width * conv_block + c;
     store(sum, load(sum) + grad);
   }
 }
@@ -277,7 +271,7 @@ inline void conv1d_backward(const Conv1dBackward& call, int threads) {
   const int64_t grad_rows = conv_segment + width - 1, pointers = conv_pointers(width);
   threads = conv_threads(forward, threads);
   const int64_t summed = (width + 1) * Taps::padded_channels(forward);
-  const int64_t floats = summed + grad_rows * conv_block + pointers;
+  const int64_t floats = summed + (width + 1 + grad_rows) * conv_block + pointers;
   Scratch memory(size_t(Taps::floats(forward) + width * Taps::padded_channels(forward) + threads * floats));
   const Taps taps(forward, memory.data());
   float* turned = memory.data() + Taps::floats(forward);  // taps in the other order: an input's gradient is made of them
@@ -292,7 +286,7 @@ inline void conv1d_backward(const Conv1dBackward& call, int threads) {
   with_dtype(forward.x.dtype, [&](auto of) {
     constexpr Dtype dtype = decltype(of)::value;
     parallel_for(threads, batch * blocks * segments, [&](int64_t begin, int64_t end, int thread) {
-      float *sums = shares + thread * floats, *grads = sums + summed;
+      float *totals = shares + thread * floats, *sums = totals + summed, *grads = sums + (width + 1) * conv_block;
       auto** rows = reinterpret_cast<const char**>(grads + grad_rows * conv_block);
       for (int64_t index = begin; index < end; ++index) {
         const int64_t row = index / (blocks * segments), block = index / segments % blocks, segment = index % segments;
@@ -305,6 +299,7 @@ inline void conv1d_backward(const Conv1dBackward& call, int threads) {
         auto input = [&](int64_t t) {
           return t < 0 ? forward.initial_state.at(row, t + back, offset) : forward.x.at(row, t, offset);
         };
+        for (int64_t i = 0; i < (width + 1) * conv_block; ++i) sums[i] = 0;
         auto grads_of = [&](int64_t t) { return grads + (t - seen_from) * conv_block; };
         for (int64_t t = low; t < high;) {
           if ((width == 4 || width == 7) && t >= first && t + conv_tokens <= last && inputs.all(row, t)) {
@@ -317,7 +312,7 @@ inline void conv1d_backward(const Conv1dBackward& call, int threads) {
               for (int64_t i = 0; i < conv_tokens; ++i) {
                 for (int64_t k = 0; k < width; ++k) rows[k] = input(t - back + i + k) + whole * size_of(dtype);
                 differentiate_one(rows, d_outs[i] + whole * size_of(dtype), dtype, count - whole, 0, width - 1, taps,
-                                  offset + whole, forward.silu, grads_of(t + i) + whole, sums);
+                                  offset + whole, forward.silu, grads_of(t + i) + whole, sums + whole);
               }
             t += conv_tokens;
           } else {
@@ -329,6 +324,12 @@ inline void conv1d_backward(const Conv1dBackward& call, int threads) {
             ++t;
           }
         }
+        // the item's sums to the thread's: in two steps, so that rounding does not grow with the number of tokens
+        for (int64_t k = 0; k <= width; ++k)
+          for (int64_t c = 0; c < count; c += lanes) {
+            float* total = totals + k * taps.padded + offset + c;
+            store(total, load(total) + load(sums + k * conv_block + c));
+          }
         const int64_t from = first == 0 && call.initial_state ? -back : first;
         convolve<Dtype::float32, dtype>(
             row, from, last, count, outputs,

@@ -4,6 +4,7 @@
 #include "causal_conv1d.h"
 #include "linear.h"
 #include "quasiseparable.h"
+#include "rms_norm.h"
 #include "selective_scan.h"
 #include "ssd.h"
 
@@ -26,6 +27,8 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::ssd_backward,
     HF_SSM_ISA::quasiseparable,
     HF_SSM_ISA::quasiseparable_backward,
+    HF_SSM_ISA::rms_norm,
+    HF_SSM_ISA::rms_norm_backward,
 };
 
 }  // namespace hf_ssm

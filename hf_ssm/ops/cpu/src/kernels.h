@@ -43,7 +43,7 @@ struct Conv1d {
 };
 
 struct Conv1dBackward {
-  Conv1d forward;                       // out: its gradient
+  Conv1d forward;                         // out: its gradient
   Tensor x, weight, bias, initial_state;  // gradients, each in the dtype of what it belongs to
 };
 
@@ -97,6 +97,21 @@ struct QuasiseparableBackward {
   SsdScanGradients scan_forward, scan_backward;  // one A for both
 };
 
+// RMS norm of rows in groups of channels, with or without a gate; every tensor in its own dtype, channels one behind the
+// other.
+struct RmsNorm {
+  Tensor x, weight, gate;  // (..., channels), (channels,), (..., channels)
+  int64_t group_size;
+  bool norm_before_gate;
+  float eps;
+  Tensor out;
+};
+
+struct RmsNormBackward {
+  RmsNorm forward;         // out: its gradient
+  Tensor x, weight, gate;  // gradients, each in the dtype of what it belongs to
+};
+
 struct Kernels {
   const char* name;
   int lanes;
@@ -109,6 +124,8 @@ struct Kernels {
   void (*ssd_backward)(const SsdBackward&, int threads);
   void (*quasiseparable)(const Quasiseparable&, int threads);
   void (*quasiseparable_backward)(const QuasiseparableBackward&, int threads);
+  void (*rms_norm)(const RmsNorm&, int threads);
+  void (*rms_norm_backward)(const RmsNormBackward&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

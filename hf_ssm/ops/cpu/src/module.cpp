@@ -211,6 +211,19 @@ void read(QuasiseparableBackward& call, Arguments& arguments) {
   backward.A = forward.A;
 }
 
+void read(RmsNorm& call, Arguments& arguments) {
+  for (Tensor* tensor : {&call.x, &call.weight, &call.gate}) *tensor = arguments.tensor();
+  call.group_size = arguments.integer();
+  call.norm_before_gate = arguments.flag();
+  call.eps = arguments.number();
+  call.out = arguments.tensor();
+}
+
+void read(RmsNormBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  for (Tensor* tensor : {&call.x, &call.weight, &call.gate}) *tensor = arguments.tensor();
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -314,6 +327,8 @@ PyMethodDef methods[] = {
     {"quasiseparable", as_method(run<Quasiseparable, &Kernels::quasiseparable, read>), METH_FASTCALL, nullptr},
     {"quasiseparable_backward", as_method(run<QuasiseparableBackward, &Kernels::quasiseparable_backward, read>),
      METH_FASTCALL, nullptr},
+    {"rms_norm", as_method(run<RmsNorm, &Kernels::rms_norm, read>), METH_FASTCALL, nullptr},
+    {"rms_norm_backward", as_method(run<RmsNormBackward, &Kernels::rms_norm_backward, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -52,6 +52,12 @@ inline void put(char* to, Dtype dtype, Floats from, int64_t count) {
   }
 }
 
+// The derivative of silu.
+inline Floats silu_slope(Floats v) {
+  Floats gate = sigmoid(v);
+  return gate * (1.0f + v * (1.0f - gate));
+}
+
 // run(dtype as a template argument): `run` is a generic lambda that takes a DtypeOf.
 template <Dtype dtype>
 struct DtypeOf {
