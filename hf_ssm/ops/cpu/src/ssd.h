@@ -617,26 +617,27 @@ class SsdGradientPass {
     transpose(chunk.x_transposed, ssd_row, chunk.x, channels_, chunk.padded_tokens, channels_);
     transpose(chunk.d_y_transposed, ssd_row, chunk.d_y, channels_, chunk.padded_tokens, channels_);
 
-    // the chunk's own matrix: `row` and `column` are the sums of the gradient of the logarithm of its entries, without
-    // those of the diagonal, which do not decay
+    // the chunk's own matrix. A token's log decay is part of the logarithm of every entry to its left below it (and of
+    // no diagonal one): `passing` sums, per column, the gradients of the logarithms in the rows from q on
     product<Part::lower_result>(
         rows, chunk.padded_tokens, channels_, Left{chunk.d_y, channels_, 1}, chunk.x_transposed, ssd_row,
         [&](int64_t q, int64_t k, Floats v) { store(chunk.d_attention + q * ssd_row + k, v); });
-    alignas(64) float row[ssd_tile] = {}, column[ssd_tile] = {}, to_step[ssd_tile] = {};
+    alignas(64) float passing[ssd_tile] = {}, to_step[ssd_tile] = {}, d_log_decay[ssd_tile] = {};
     Ints lane;
     for (int i = 0; i < lanes; ++i) lane[i] = i;
-    for (int64_t q = 0; q < chunk.tokens; ++q) {
+    for (int64_t q = chunk.tokens - 1; q >= 0; --q) {
       Floats total{};
-      for (int64_t k = 0; k <= q; k += lanes) {
-        const Ints at = lane + int32_t(k), seen = at <= int32_t(q), below = at < int32_t(q);
+      for (int64_t k = decays.begin[q] / lanes * lanes; k <= q; k += lanes) {
+        const Ints at = lane + int32_t(k), seen = (at <= int32_t(q)) & (at >= decays.begin[q]);
         const Floats d = seen ? load(chunk.d_attention + q * ssd_row + k) : Floats{}, steps = load(decays.step + k);
+        const Floats entry = d * load(chunk.attention + q * ssd_row + k);
         add(chunk.d_scores + q * ssd_row + k, d * load(chunk.decay + q * ssd_row + k) * steps);
-        const Floats entry = d * load(chunk.attention + q * ssd_row + k), decaying = below ? entry : Floats{};
         add(to_step + k, entry);
-        add(column + k, decaying * steps);
-        total += decaying * steps;
+        const Floats sum = load(passing + k) + entry * steps, left = at < int32_t(q) ? sum : Floats{};
+        store(passing + k, left);
+        total += left;
       }
-      row[q] = sum(total);
+      d_log_decay[q] = sum(total);
     }
     product<Part::upper_left>(rows, channels_, chunk.tokens, Left{chunk.attention, 1, ssd_row}, chunk.d_y, channels_,
                               [&](int64_t k, int64_t p, Floats v) { store(chunk.d_x + k * channels_ + p, v); });
@@ -685,27 +686,25 @@ class SsdGradientPass {
       const Floats keep = load(decays.keep + t);
       add(to_step + t, total_kept * keep);
       store(kept[0] + t, total_kept * keep * load(decays.step + t));
-      add(row + t, total_read * load(decays.read + t));
+      store(read[0] + t, total_read * load(decays.read + t));
     }
-    step_gradients(chunk, row, column, kept[0], sum(across) * decays.across, to_step);
+    step_gradients(chunk, d_log_decay, read[0], kept[0], sum(across) * decays.across, to_step);
   }
 
-  // Of dt, dt_bias and A: `to_step` is the gradient of the steps as factors of x. A log decay is part of that of all
-  // pairs of tokens around it: before and up to it `kept` by the leaving state, from it on read.
-  void step_gradients(const SsdChunk& chunk, const float* row, const float* column, const float* kept, float across,
-                      float* to_step) const {
+  // Of dt, dt_bias and A: `to_step` is the gradient of the steps as factors of x, `d_log_decay` that of their log
+  // decays through the chunk's own matrix. They are also part of what later tokens `read` of the state that enters, and
+  // of what the state that leaves has `kept` of earlier ones; the arguments are the gradients of these logarithms.
+  void step_gradients(const SsdChunk& chunk, const float* d_log_decay, const float* read, const float* kept,
+                      float across, float* to_step) const {
     const SsdDecays& decays = chunk.decays;
-    double d_log_decay[ssd_tile], after = 0, before = across, d_rate = 0;
-    for (int64_t t = chunk.tokens - 1; t >= 0; --t) {
-      after += double(row[t]) - double(column[t]);
-      d_log_decay[t] = after;
-    }
+    double later[ssd_tile], earlier = across, sum = 0, d_rate = 0;
+    for (int64_t t = chunk.tokens - 1; t >= 0; --t) later[t] = sum += read[t];
     const double rate = *scan_.A.floats(chunk.head);
     for (int64_t t = 0; t < chunk.tokens; ++t) {
-      d_log_decay[t] += before;
-      before += kept[t];
-      d_rate += d_log_decay[t] * decays.step[t];
-      to_step[t] += float(d_log_decay[t] * rate);
+      const double d = d_log_decay[t] + later[t] + earlier;
+      earlier += kept[t];
+      d_rate += d * decays.step[t];
+      to_step[t] += float(d * rate);
     }
     float d_bias = 0;
     for (int64_t t = 0; t < chunk.tokens; t += lanes) {
