@@ -138,6 +138,7 @@ register(
     cpu.backend("rms_norm:rms_norm_cpu"),
     Backend("torch", "hf_ssm.ops.rms_norm:rms_norm_torch"),
     Backend("reference", "hf_ssm.ops.rms_norm:rms_norm_reference", automatic=False),
+    minor=True,
 )
 
 register(
@@ -145,4 +146,5 @@ register(
     cpu.backend("rms_norm:gated_rms_norm_cpu"),
     Backend("torch", "hf_ssm.ops.rms_norm:gated_rms_norm_torch"),
     Backend("reference", "hf_ssm.ops.rms_norm:gated_rms_norm_reference", automatic=False),
+    minor=True,
 )
