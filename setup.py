@@ -16,7 +16,7 @@ SOURCES = Path("hf_ssm/ops/cpu/src")
 FLAGS = [
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-missing-field-initializers"),
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # of GCC's own intrinsics
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),  # of GCC's own intrinsics
 ]
 INSTRUCTION_SETS = {"plain": []}
 if platform.machine().lower() in ("x86_64", "amd64"):

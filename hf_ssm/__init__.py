@@ -8,7 +8,9 @@ from hf_ssm import registry
 if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers
     from hf_ssm import ops as ops
     from hf_ssm.cache import HybridMambaAttentionDynamicCache as HybridMambaAttentionDynamicCache
+    from hf_ssm.cache import HybridMambaAttentionStaticCache as HybridMambaAttentionStaticCache
     from hf_ssm.cache import RecurrentCache as RecurrentCache
+    from hf_ssm.cache import RecurrentStaticCache as RecurrentStaticCache
     from hf_ssm.modeling.hydra.configuration_hydra import *  # noqa: F403
     from hf_ssm.modeling.hydra.modeling_hydra import *  # noqa: F403
     from hf_ssm.modeling.hymba.configuration_hymba import *  # noqa: F403
@@ -20,7 +22,12 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for editors and type checkers
 
 __version__ = "0.1.0"
 
-_CACHES = ("HybridMambaAttentionDynamicCache", "RecurrentCache")
+_CACHES = (
+    "HybridMambaAttentionDynamicCache",
+    "HybridMambaAttentionStaticCache",
+    "RecurrentCache",
+    "RecurrentStaticCache",
+)
 
 registry.register()
 

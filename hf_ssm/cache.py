@@ -4,15 +4,21 @@ A cache holds states and knows no arithmetic: the model hands it new states, and
 tells the states after fewer tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Self, cast
+from functools import partial
+from typing import Any, Self, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import is_tracing
+
+from hf_ssm.ops.attention import Places
+from hf_ssm.ops.rows import real_tokens_first, take_tokens
 
 States = tuple[Tensor, Tensor]  # the convolution's (batch, d_conv, channels) and the scan's
 Replay = Callable[[int], States]  # n -> the states after the first n tokens of a call
@@ -40,23 +46,30 @@ class RecurrentCache(DynamicCache):
     """
 
     is_compileable = False  # transformers would compile every call of generate() for it
-    implementations: tuple[str | None, ...] = (None, "dynamic", "static")  # names it goes by: its size is fixed
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config=config)
         self._prepare()
 
     @classmethod
+    def static(cls) -> "type[RecurrentStaticCache]":
+        """The same at fixed addresses."""
+        return RecurrentStaticCache
+
+    @classmethod
     def adopt(cls, cache: Cache, config: PreTrainedConfig) -> Self:
-        """Make one of a new cache made by `DynamicCache(...)`, in place: its owner keeps using it.
+        """Make one of a new cache made by `DynamicCache(...)`, the static form of one by `StaticCache(...)`, in place:
+        its owner keeps using it.
 
         Raises ValueError for a cache that belongs to another kind of model, or that another implementation has filled.
         """
-        if type(cache) is cls and len(cache.layers) == config.num_hidden_layers:
-            return cache
-        if not isinstance(cache, DynamicCache):
+        kind = cls.static() if isinstance(cache, StaticCache | RecurrentStaticCache) else cls
+        if type(cache) is kind and len(cache.layers) == config.num_hidden_layers:
+            return cast(Self, cache)
+        if not isinstance(cache, DynamicCache | StaticCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}, expected a {cls.__name__}(config)")
-        layers, expected = cache.layers, DynamicCache(config=config).layers
+        new = DynamicCache(config=config) if kind is cls else StaticCache(config=config, max_cache_len=1)
+        layers, expected = cache.layers, new.layers
         if not layers:  # DynamicCache() without a config makes its layers when they are first written to
             layers.extend(expected)
         if len(layers) != len(expected):
@@ -64,18 +77,18 @@ class RecurrentCache(DynamicCache):
                 f"past_key_values has {len(layers)} layers and this model has {len(expected)}: "
                 "it belongs to another model"
             )
-        for i, (layer, kind) in enumerate(zip(layers, map(type, expected), strict=True)):
-            if not isinstance(layer, kind):
+        for i, (layer, wanted) in enumerate(zip(layers, map(type, expected), strict=True)):
+            if not isinstance(layer, wanted):
                 raise ValueError(
-                    f"layer {i} of past_key_values is a {type(layer).__name__}, this model's is a {kind.__name__}: "
+                    f"layer {i} of past_key_values is a {type(layer).__name__}, this model's is a {wanted.__name__}: "
                     "it belongs to another model"
                 )
         if any(layer.has_previous_state[0] or getattr(layer, "keys", None) is not None for layer in layers):
             raise ValueError(
                 "past_key_values was filled by another implementation, which does not say how many tokens it has "
-                f"seen; use {cls.__name__}(config)"
+                f"seen; use {kind.__name__}"
             )
-        cache.__class__ = cls  # DynamicCache cannot tell the length of recurrent layers
+        cache.__class__ = kind  # transformers' own cannot tell the length of recurrent layers
         cache.layer_class_to_replicate = None
         adopted = cast(Self, cache)
         adopted._prepare()
@@ -101,19 +114,48 @@ class RecurrentCache(DynamicCache):
                 raise RuntimeError("this cache records its past, but the model gave it no way to replay this call")
             self._recorded[layer_idx].append(_Recorded(tokens, self.states(layer_idx), replay))
         self._set(layer_idx, states)
-        self._tokens[layer_idx] += tokens
+        self._tokens[layer_idx] = self._tokens[layer_idx] + tokens  # not in place: while tracing it can be a tensor
 
     def _set(self, layer_idx: int, states: States | None) -> None:
         layer = self.layers[layer_idx]
-        known = states is not None
+        if states is None:
+            self._hold(layer_idx, None, None)
+        else:
+            conv_state = self._put(layer.conv_states[0], states[0].transpose(1, 2))
+            self._hold(layer_idx, conv_state, self._put(layer.recurrent_states[0], states[1]))
+
+    def _hold(self, layer_idx: int, conv_state: Tensor | None, ssm_state: Tensor | None) -> None:
+        layer = self.layers[layer_idx]
+        known = conv_state is not None
         layer.has_previous_state[0] = known
         layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = known
-        if states is None:
-            layer.conv_states[0] = layer.recurrent_states[0] = None
-            return
-        layer.conv_states[0], layer.recurrent_states[0] = states[0].transpose(1, 2), states[1]
-        layer.conv_kernel_size[0] = states[0].shape[1]
-        layer.dtype, layer.device = states[0].dtype, states[0].device
+        layer.conv_states[0], layer.recurrent_states[0] = conv_state, ssm_state
+        if conv_state is not None:
+            layer.conv_kernel_size[0] = conv_state.shape[2]
+            layer.dtype, layer.device = conv_state.dtype, conv_state.device
+
+    def _put(self, held: Tensor | None, new: Tensor) -> Tensor:
+        """What to hold on to from now on."""
+        return new
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that it holds, by name."""
+        held = {}
+        for i, layer in enumerate(self.layers):
+            if layer.has_previous_state[0]:
+                held[f"{i}.conv_state"], held[f"{i}.ssm_state"] = layer.conv_states[0], layer.recurrent_states[0]
+        return held | self._tokens_held(held["0.ssm_state"]) if held else held
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        """What tells the tokens fed, on the device of `like`, which has the rows."""
+        return {"tokens": like.new_zeros((), dtype=torch.long) + self._tokens[0]}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        """Hold on to what `_tensors` gave."""
+        for i in range(len(self.layers)):
+            self._hold(i, held.get(f"{i}.conv_state"), held.get(f"{i}.ssm_state"))
+        if "tokens" in held:
+            self._tokens = [_number(held["tokens"])] * len(self.layers)
 
     # what transformers asks of a cache
 
@@ -121,7 +163,7 @@ class RecurrentCache(DynamicCache):
         return self._tokens[layer_idx]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._tokens[layer_idx] + query_length, 0
+        return self.get_seq_length(layer_idx) + query_length, 0
 
     @property
     def batch_size(self) -> int:
@@ -182,6 +224,11 @@ class RecurrentCache(DynamicCache):
             calls.clear()  # what was recorded belongs to the rows as they were
 
 
+def _number(tensor: Tensor) -> int:
+    """What a tensor () holds; itself, while tracing."""
+    return cast(int, tensor) if is_tracing(tensor) else int(tensor)
+
+
 @dataclass
 class MetaTokens:
     """What the meta tokens in front of every sequence leave behind in one layer, for one row."""
@@ -199,8 +246,6 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
     `layers[i].keys` (batch, kv_heads, tokens, head size) and `layers[i].values` hold the tokens' own.
     """
 
-    implementations = (None, "dynamic")
-
     @classmethod
     def adopt(cls, cache: Cache, config: PreTrainedConfig) -> Self:
         adopted = super().adopt(cache, config)
@@ -214,7 +259,7 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
             wrong = None
             if hasattr(layer, "keys") != (producer == i):
                 wrong = "shares keys and values otherwise"
-            elif producer == i and (layer.sliding_window if layer.is_sliding else None) != window:
+            elif producer == i and not self._made_for(layer, window):
                 wrong = "has another window"
             elif self.kept(i) and (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) != sizes:
                 wrong = "has other heads"
@@ -222,11 +267,18 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
                 raise ValueError(
                     f"layer {i} of past_key_values {wrong} than this model's: it belongs to another model"
                 )
-        if (self.meta is not None or self.get_seq_length()) and self.meta_count != config.num_memory_tokens:
+        if (self.meta is not None or self.states(0) is not None) and self.meta_count != config.num_memory_tokens:
             raise ValueError(
                 f"past_key_values has {self.meta_count} meta tokens and this model {config.num_memory_tokens}: "
                 "it belongs to another model"
             )
+
+    def _made_for(self, layer: Any, window: int | None) -> bool:
+        return window == (layer.sliding_window if layer.is_sliding else None)
+
+    @classmethod
+    def static(cls) -> "type[RecurrentStaticCache]":
+        return HybridMambaAttentionStaticCache
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -259,7 +311,7 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
     def tokens_before(self, tokens: int) -> Tensor | int:
         """How many real tokens stand before the last `tokens` fed: (batch, 1), or one number for all rows."""
         if self._real is None:
-            return self.get_seq_length()
+            return self.get_seq_length() - tokens
         return self._real[:, : self._real.shape[1] - tokens].sum(dim=1, keepdim=True)
 
     def kept(self, layer_idx: int) -> int:
@@ -273,6 +325,20 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
         keys = [] if self.meta is None else [meta.keys for meta in self.meta if meta.keys is not None]
         return keys[0].shape[2] if keys else 0
 
+    def places(self, layer_idx: int, new: Places) -> Places:
+        """Where the keys stand that `extend` will return for a call's tokens and meta tokens, `new`: the meta tokens
+        in front, the tokens held, and these. To be asked before `feed`."""
+        parts, meta, kept = [new], self.meta_count, self.kept(layer_idx)
+        if kept:
+            real = self.real(kept)
+            order = torch.arange(kept, device=new.positions.device)[None] if real is None else real.cumsum(dim=1) - 1
+            positions = order + self.tokens_before(kept) + meta
+            parts.insert(0, Places(positions, torch.zeros_like(positions, dtype=torch.bool), real=real))
+        if meta:
+            positions = torch.arange(meta, device=new.positions.device)[None]
+            parts.insert(0, Places(positions, torch.ones_like(positions, dtype=torch.bool)))
+        return Places.join(*parts)
+
     def extend(
         self, layer_idx: int, keys: Tensor, values: Tensor, *, window: int | None, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -282,26 +348,29 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
         `index` (batch, tokens fed): which of the keys are to be kept; the others belong to meta tokens among them.
         """
         layer, batch = self.layers[layer_idx], keys.shape[0]
-        if layer.keys is not None and layer.keys.shape[0] != batch:
-            raise ValueError(
-                f"past_key_values holds {layer.keys.shape[0]} rows and the input has {batch}: use one cache per "
-                "batch, or batch_select_indices / batch_repeat_interleave"
-            )
-        meta = (None, None) if self.meta is None else (self.meta[layer_idx].keys, self.meta[layer_idx].values)
+        front_keys, front_values = self._front(layer_idx)
         whole, kept = [], []
-        for new, before, front in ((keys, layer.keys, meta[0]), (values, layer.values, meta[1])):
+        for new, before, front in ((keys, layer.keys, front_keys), (values, layer.values, front_values)):
             front = None if front is None else front.expand(batch, -1, -1, -1)
             parts = [t for t in (front, before, new) if t is not None]
             whole.append(torch.cat(parts, dim=2) if len(parts) > 1 else new)
             if index is None:
                 kept.append(whole[-1][:, :, self.meta_count :])
             else:
-                new = new.gather(2, index[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]))
+                new = _take(new, index)
                 kept.append(new if before is None else torch.cat([before, new], dim=2))
-        self._set_keys(layer_idx, kept[0], kept[1])
+        self._keep(layer_idx, kept[0], kept[1], window)
+        return whole[0], whole[1]
+
+    def _front(self, layer_idx: int) -> tuple[Tensor | None, Tensor | None]:
+        """The meta tokens' keys and values."""
+        return (None, None) if self.meta is None else (self.meta[layer_idx].keys, self.meta[layer_idx].values)
+
+    def _keep(self, layer_idx: int, keys: Tensor, values: Tensor, window: int | None) -> None:
+        """Hold on to what is needed of the keys and values held and the new ones behind them."""
+        self._set_keys(layer_idx, keys, values)
         if window is not None and not self.is_recording_past(layer_idx):
             self._trim(layer_idx, window)
-        return whole[0], whole[1]
 
     def _trim(self, layer_idx: int, window: int) -> None:
         """Keep what a window reaches."""
@@ -324,9 +393,39 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
 
     def _set_keys(self, layer_idx: int, keys: Tensor | None, values: Tensor | None) -> None:
         layer = self.layers[layer_idx]
-        layer.keys, layer.values, layer.is_initialized = keys, values, keys is not None
-        if keys is not None:
+        if keys is not None and values is not None:
+            keys, values = self._put(layer.keys, keys), self._put(layer.values, values)
             layer.dtype, layer.device = keys.dtype, keys.device
+        layer.keys, layer.values, layer.is_initialized = keys, values, keys is not None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        held = super()._tensors()
+        for i in self._owners():
+            held[f"{i}.keys"], held[f"{i}.values"] = self.layers[i].keys, self.layers[i].values
+        for i, meta in enumerate(self.meta or []):
+            held[f"meta.{i}.conv_state"], held[f"meta.{i}.ssm_state"] = meta.states
+            if meta.keys is not None and meta.values is not None:
+                held[f"meta.{i}.keys"], held[f"meta.{i}.values"] = meta.keys, meta.values
+        return held
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        everything = like.new_ones(like.shape[0], self.get_seq_length(), dtype=torch.bool)
+        return {"real": everything if self._real is None else self._real}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        super()._load(held)
+        count = len(self.layers)
+        for i, layer in enumerate(self.layers):
+            if f"{i}.keys" in held:
+                layer.keys, layer.values, layer.is_initialized = held[f"{i}.keys"], held[f"{i}.values"], True
+        if "meta.0.conv_state" in held:
+            states = [(held[f"meta.{i}.conv_state"], held[f"meta.{i}.ssm_state"]) for i in range(count)]
+            keys = [(held.get(f"meta.{i}.keys"), held.get(f"meta.{i}.values")) for i in range(count)]
+            self.meta = [MetaTokens(state, *pair) for state, pair in zip(states, keys, strict=True)]
+        if "real" in held:
+            real = held["real"]
+            self._tokens = [real.shape[1]] * count
+            self._real = real if is_tracing(real) or not bool(real.all()) else None
 
     def _owners(self) -> list[int]:
         """Layers that hold keys and values."""
@@ -355,6 +454,226 @@ class HybridMambaAttentionDynamicCache(RecurrentCache):
         self._real = None if self._real is None else change(self._real)
 
 
+class RecurrentStaticCache(RecurrentCache):
+    """A `RecurrentCache` at fixed addresses, for compiled decoding: states are written in place and tokens counted in
+    a tensor, so that one graph serves every token. While tracing, `get_seq_length()` is that tensor.
+
+    It cannot be rolled back. `max_cache_len` bounds keys and values, of which a recurrent model has none.
+    """
+
+    is_compileable = True
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int):
+        if max_cache_len < 1:
+            raise ValueError(f"max_cache_len={max_cache_len} must be at least 1")
+        Cache.__init__(self, layers=StaticCache(config=config, max_cache_len=max_cache_len).layers)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._fed: Tensor | None = None  # ()
+
+    def _put(self, held: Tensor | None, new: Tensor) -> Tensor:
+        if held is not None and held.shape == new.shape:
+            return held.copy_(new)
+        own = new.clone(memory_format=torch.contiguous_format)
+        if not is_tracing(own):
+            torch._dynamo.mark_static_address(own)  # so that CUDA graphs write to it without a copy
+        return own
+
+    def advance(self, layer_idx: int, states: States, tokens: int, replay: Replay | None = None) -> None:
+        self._set(layer_idx, states)
+        if layer_idx == len(self.layers) - 1:
+            self._count(states[1], tokens)
+
+    def _count(self, like: Tensor, tokens: int) -> None:
+        """All layers have taken a call's tokens; `like` has its rows and is on its device."""
+        if self._fed is None:
+            self._fed = self._put(None, like.new_zeros((), dtype=torch.long))
+        self._fed.add_(tokens)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self._fed is None else _number(self._fed.clone())
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        return {"fed": cast(Tensor, self._fed)}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        super()._load(held)
+        self._fed = held.get("fed")
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def activate_past_recording(self) -> None:
+        raise ValueError("a static cache overwrites its past and cannot be rolled back: use a dynamic one for that")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            self.activate_past_recording()
+
+
+class HybridMambaAttentionStaticCache(RecurrentStaticCache, HybridMambaAttentionDynamicCache):
+    """A `HybridMambaAttentionDynamicCache` of a fixed size at fixed addresses; see `RecurrentStaticCache`.
+
+    A layer that sees all tokens has slots for the meta tokens and, behind them, `max_cache_len` for a row's real
+    tokens, one after the other. A layer with a window has the last real tokens of every row, right-aligned. There is
+    one sequence per row.
+    """
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._counts: Tensor | None = None  # (batch, 1): real tokens
+        self._new: Tensor | None = None  # (batch, tokens) bool: which of a call's tokens are real; None for all
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """How many tokens the layers without a window have slots for; -1 if there are no such layers."""
+        return next((layer.max_cache_len for layer in self.layers if not getattr(layer, "is_sliding", True)), -1)
+
+    def _made_for(self, layer: Any, window: int | None) -> bool:
+        if window is None or not layer.is_sliding:
+            return window is None and not layer.is_sliding
+        most = self.get_max_length()
+        return layer.max_cache_len == window or layer.max_cache_len == most < window
+
+    def feed(self, real: Tensor | None, batch: int, tokens: int) -> None:
+        past, most = self.get_seq_length(), self.get_max_length()
+        if most >= 0 and isinstance(past, int) and past + tokens > most:
+            raise ValueError(
+                f"past_key_values has room for {most} tokens, holds {past}, and {tokens} come: make the static cache "
+                "with a larger max_cache_len"
+            )
+        self._new = real
+
+    def _count(self, like: Tensor, tokens: int) -> None:
+        super()._count(like, tokens)
+        if self._counts is None:
+            self._counts = self._put(None, like.new_zeros((like.shape[0], 1), dtype=torch.long))
+        self._counts.add_(tokens if self._new is None else self._new.sum(dim=1, keepdim=True))
+
+    def _tokens_held(self, like: Tensor) -> dict[str, Tensor]:
+        return super()._tokens_held(like) | {"counts": cast(Tensor, self._counts)}
+
+    def _load(self, held: dict[str, Tensor]) -> None:
+        super()._load(held)
+        self._counts = held.get("counts")
+
+    def tokens_before(self, tokens: int) -> Tensor | int:
+        return 0 if self._counts is None else (self._counts - tokens).clamp(min=0)
+
+    def real(self, count: int) -> Tensor | None:
+        if self._counts is None:
+            return None
+        return torch.arange(count, device=self._counts.device) >= count - self._counts
+
+    def places(self, layer_idx: int, new: Places) -> Places:
+        if new.sequences is not None:
+            raise ValueError("a static cache holds one sequence per row: use a dynamic one for packed rows")
+        layer, meta = self.layers[layer_idx], self.meta_count
+        if layer.keys is None or layer.is_sliding:
+            return super().places(layer_idx, new)
+        slots = torch.arange(layer.keys.shape[2], device=new.positions.device)[None]
+        come = new.positions.shape[1] if new.real is None else new.real.sum(dim=1, keepdim=True)
+        return Places(slots, slots < meta, real=slots < self.tokens_before(0) + meta + come)
+
+    def extend(
+        self, layer_idx: int, keys: Tensor, values: Tensor, *, window: int | None, index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if layer.keys is None or layer.is_sliding:
+            return super().extend(layer_idx, keys, values, window=window, index=index)
+        return self._fill(layer.keys, keys), self._fill(layer.values, values)
+
+    def _keep(self, layer_idx: int, keys: Tensor, values: Tensor, window: int | None) -> None:
+        layer = self.layers[layer_idx]
+        if layer.is_sliding:
+            first, size = layer.keys is None, layer.max_cache_len
+            self._set_keys(layer_idx, self._last(keys, size, first), self._last(values, size, first))
+            return
+        slots = []
+        for new, front in zip((keys, values), self._front(layer_idx), strict=True):
+            empty = new.new_zeros(*new.shape[:2], self.meta_count + layer.max_cache_len, new.shape[3])
+            if front is not None:
+                empty[:, :, : self.meta_count] = front
+            slots.append(self._fill(empty, new))
+        self._set_keys(layer_idx, slots[0], slots[1])
+
+    def _fill(self, slots: Tensor, new: Tensor) -> Tensor:
+        """Write a call's tokens behind those before. What is padding comes last, where the next tokens will be."""
+        if self._new is not None:
+            new = _take(new, real_tokens_first(self._new))
+        where = torch.arange(new.shape[2], device=new.device)[None] + self.meta_count + self.tokens_before(0)
+        return slots.scatter_(2, where[:, None, :, None].expand_as(new), new)
+
+    def _last(self, tokens: Tensor, size: int, first: bool) -> Tensor:
+        """The last `size` real ones of the tokens held, `size` as well but in the first call, and the new ones."""
+        if first:
+            tokens = torch.nn.functional.pad(tokens, (0, 0, size, 0))
+        if self._new is None:
+            return tokens[:, :, tokens.shape[2] - size :]
+        order = real_tokens_first(torch.nn.functional.pad(self._new, (size, 0), value=True))
+        end = torch.arange(size, device=order.device) + self._new.sum(dim=1, keepdim=True)
+        return _take(tokens, order.gather(1, end))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map(change)
+        self._counts = None if self._counts is None else self._put(self._counts, change(self._counts))
+
+
+def _take(tokens: Tensor, index: Tensor) -> Tensor:
+    """The tokens `index` (b, n) of every row of keys or values (b, kv_heads, tokens, size)."""
+    return take_tokens(tokens.transpose(1, 2), index).transpose(1, 2)
+
+
+def register_cache_export_support() -> None:
+    """Let `torch.export` take our caches as inputs and outputs, as trees of their tensors.
+
+    Not done on import, as little as transformers does it for its own: FSDP and others take whatever is registered
+    apart and hand on a copy, and a cache is to be changed in place.
+    """
+    for kind in (
+        form for base in (RecurrentCache, HybridMambaAttentionDynamicCache) for form in (base, base.static())
+    ):
+        if kind not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(
+                kind,
+                _flatten,
+                partial(_unflatten, kind),
+                serialized_type_name=f"{kind.__module__}.{kind.__name__}",
+                flatten_with_keys_fn=_flatten_with_keys,
+            )
+
+
+# what a tree is besides its tensors: every layer's kind and size, and the tensors' names; in JSON's types, for
+# torch.export.save
+_Context = list[list[Any]]
+
+
+def _flatten(cache: RecurrentCache) -> tuple[list[Tensor], _Context]:
+    if any(cache.is_recording_past(i) for i in range(len(cache.layers))):
+        raise ValueError("a cache that records its past is no tree of tensors: call stop_recording()")
+    sizes = [getattr(layer, "sliding_window", getattr(layer, "max_cache_len", None)) for layer in cache.layers]
+    kinds = [[type(layer).__name__, size] for layer, size in zip(cache.layers, sizes, strict=True)]
+    held = cache._tensors()
+    return list(held.values()), [kinds, list(held)]
+
+
+def _flatten_with_keys(cache: RecurrentCache) -> tuple[list[tuple[pytree.KeyEntry, Tensor]], _Context]:
+    tensors, context = _flatten(cache)
+    return [(pytree.MappingKey(name), t) for name, t in zip(context[1], tensors, strict=True)], context
+
+
+def _unflatten(kind: type[RecurrentCache], tensors: Iterable[Tensor], context: _Context) -> RecurrentCache:
+    kinds, names = context
+    cache = kind.__new__(kind)
+    layers = [getattr(cache_utils, name)(sliding_window=size, max_cache_len=size) for name, size in kinds]
+    Cache.__init__(cache, layers=layers)
+    cache._prepare()
+    cache._load(dict(zip(names, tensors, strict=True)))
+    return cache
+
+
 def check_states(
     states: States, conv_shape: tuple[int, ...], ssm_shape: tuple[int, ...], device: torch.device
 ) -> None:
@@ -374,4 +693,14 @@ def check_states(
             raise ValueError(f"past_key_values is on {state.device}, the input is on {device}: move one of them")
 
 
-__all__ = ["HybridMambaAttentionDynamicCache", "RecurrentCache", "Replay", "States", "check_states"]
+__all__ = [
+    "HybridMambaAttentionDynamicCache",
+    "HybridMambaAttentionStaticCache",
+    "MetaTokens",
+    "RecurrentCache",
+    "RecurrentStaticCache",
+    "Replay",
+    "States",
+    "check_states",
+    "register_cache_export_support",
+]

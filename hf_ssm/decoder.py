@@ -33,7 +33,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from hf_ssm.cache import RecurrentCache, Replay, check_states
+from hf_ssm.cache import RecurrentCache, RecurrentStaticCache, Replay, check_states
 from hf_ssm.convert import ORIGINAL_EMBEDDING, OUR_EMBEDDING
 from hf_ssm.layers import GatedMLP, LayerNorm, Linear, RMSNorm
 from hf_ssm.ops.discretize import compute_dtype
@@ -194,7 +194,8 @@ class SSMModel(SSMDecoderPreTrainedModel):
                 Padding may be anywhere in a row; it is skipped, so the rest of the row does not depend on it.
             position_ids: (batch, seqlen) or (1, seqlen); a new sequence begins where they do not increase. They mean
                 nothing else to a recurrent model.
-            past_key_values: a `RecurrentCache` (or `DynamicCache(config=...)`) to continue, changed in place.
+            past_key_values: a `RecurrentCache` (or `DynamicCache(config=...)`) to continue, changed in place; or the
+                static form of one.
             use_cache: whether to return the cache; by default the configuration's value, False while training.
             seq_idx: (batch, seqlen) integers; a new sequence begins where they change. The cache's state belongs to
                 the first sequence of a row.
@@ -267,19 +268,36 @@ class SSMGenerationMixin(GenerationMixin):
         cache = one_cache(model_kwargs.get("past_key_values"), model_kwargs.pop("cache_params", None))
         if cache is None and not generation_config.use_cache:
             return
-        if generation_config.cache_implementation not in self.cache_class.implementations:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}: this model's states are kept by a "
-                f"{self.cache_class.__name__}, which is no such cache: leave it out"
+                f"cache_implementation={kind!r}: this model's states are kept by a {self.cache_class.__name__} or its "
+                "static form, which are no such caches: leave it out"
             )
+        if cache is not None and kind is not None:
+            raise ValueError(f"cache_implementation={kind!r} and past_key_values: give one of them")
         if cache is not None:
             self.cache_class.adopt(cache, self.config)
             cache._is_user_defined = True
+        elif kind == "static":
+            most = max(max_cache_length, generation_config.max_cache_len or 0)
+            cache = self._prepare_static_cache(kind, batch_size, most, None, model_kwargs)
+            self.cache_class.adopt(cache, self.config)
         else:
             cache = self.cache_class(self.config)
+        if 0 <= cache.get_max_length() < max_cache_length and isinstance(cache, RecurrentStaticCache):
+            raise ValueError(
+                f"past_key_values has room for {cache.get_max_length()} tokens and {max_cache_length} may come: make "
+                "the static cache with a larger max_cache_len, or ask for fewer new tokens"
+            )
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs["past_key_values"] = cache
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, *args: Any, **kwargs: Any) -> Tensor | None:
+        """transformers would make (batch, 1, queries, keys) of the mask where a cache is static."""
+        return attention_mask
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         inputs = model_kwargs.get("inputs_embeds")
@@ -300,6 +318,8 @@ class SSMGenerationMixin(GenerationMixin):
                 input_ids[:, -count:] = input_ids[:, -count:].gather(1, order)
                 mask[:, new] = mask[:, new].gather(1, order)
                 model_kwargs["attention_mask"] = mask
+        if generation_config.prefill_chunk_size is not None and isinstance(cache, RecurrentStaticCache) and not past:
+            self(input_ids[:, :0], past_key_values=cache)  # compiled chunks must not be what allocates the cache
         return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -328,10 +348,10 @@ class SSMGenerationMixin(GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, attention_mask=None, **kwargs):
         kwargs.pop("position_ids", None)  # a recurrent model has no positions, and generated rows are not packed
         first, cache = kwargs.get("is_first_iteration"), kwargs.get("past_key_values")
-        past = 0 if cache is None else cache.get_seq_length()
-        if first and past and attention_mask is not None and inputs_embeds is None:
+        if first and cache is not None and attention_mask is not None and inputs_embeds is None:
             whole = attention_mask.shape[1] == input_ids.shape[1]
-            if whole and kwargs.get("next_sequence_length") is None:  # assisted decoding does not leave out the past
+            past = cache.get_seq_length()
+            if whole and past and kwargs.get("next_sequence_length") is None:  # assisted decoding keeps the past
                 kwargs["next_sequence_length"] = input_ids.shape[1] - past
         model_inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs

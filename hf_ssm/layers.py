@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_ssm.ops import causal_conv1d, centred_conv1d
+from hf_ssm.ops import causal_conv1d, centred_conv1d, gated_rms_norm, rms_norm
 from hf_ssm.ops.cpu import linear as few_rows
 from hf_ssm.ops.discretize import compute_dtype
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_normalize(x.to(compute_dtype(x)), self.eps).to(self.weight.dtype) * self.weight
+        return rms_norm(x, self.weight, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -67,25 +67,20 @@ class GatedRMSNorm(nn.Module):
         self.norm_before_gate = norm_before_gate
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        dtype = compute_dtype(x)
-        out = x.to(dtype)
-        gate = None if gate is None else F.silu(gate.to(dtype))
-        if gate is not None and not self.norm_before_gate:
-            out = out * gate
-        out = _rms_normalize(out.unflatten(-1, (-1, self.group_size)), self.eps).flatten(-2) * self.weight.to(dtype)
-        if gate is not None and self.norm_before_gate:
-            out = out * gate
-        return out.to(x.dtype)
+        return gated_rms_norm(
+            x,
+            self.weight,
+            gate,
+            eps=self.eps,
+            group_size=self.group_size,
+            norm_before_gate=self.norm_before_gate,
+        )
 
     def extra_repr(self) -> str:
         return (
             f"{self.weight.shape[0]}, group_size={self.group_size}, eps={self.eps}, "
             f"norm_before_gate={self.norm_before_gate}"
         )
-
-
-def _rms_normalize(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
 class CausalConv1d(nn.Conv1d):

@@ -118,12 +118,14 @@ def check_labels(labels: Tensor, shape: tuple[int, ...], count: int, name: str, 
         )
 
 
-def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, past: int = 0) -> Tensor | None:
+def padding_mask(attention_mask: Tensor | None, batch: int, seqlen: int, past: int | Tensor = 0) -> Tensor | None:
     """(batch, seqlen) bool, True for real tokens, or None if all are. A mask may also cover `past` tokens before."""
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != batch or not one_of(shape[1], [seqlen, past + seqlen]):
+    before = shape[-1] - seqlen
+    covers_past = before >= 0 if isinstance(past, Tensor) else before == past  # a tensor: tracing, nobody can look
+    if len(shape) != 2 or shape[0] != batch or (before != 0 and not covers_past):
         also = f" or ({batch}, {past + seqlen}), with the {past} tokens in the cache" if past else ""
         raise ValueError(f"attention_mask has shape {shape}, expected (batch, seqlen) = ({batch}, {seqlen}){also}")
     mask = attention_mask[:, shape[1] - seqlen :].bool()

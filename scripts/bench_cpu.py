@@ -1,10 +1,13 @@
-"""Our Mamba and Mamba-2 beside transformers' own, at 130M size with random weights, on this machine's CPU.
+"""Our models beside transformers' own and llama.cpp, with random weights, on this machine's CPU.
 
     python scripts/bench_cpu.py --output benchmarks/results/cpu.md
+    python scripts/bench_cpu.py --models mamba --llama-cpp path/to/python   # one that has llama-cpp-python and gguf
     python scripts/bench_cpu.py --memory          # peak memory against sequence length instead
 
-All contestants of a row run interleaved in one process; a number is the median. The floor is the time of the model's
-own matrix products alone: every nn.Linear applied to inputs of the right shape (for training also its two gradients).
+All contestants of a row run interleaved in one process (llama.cpp in one of its own, in step); a number is the
+median. The floor of a prompt and of a training step is the time of the model's own matrix products alone: every
+nn.Linear applied to inputs of the right shape (for training also its two gradients). That of a decoded token is the
+time in which a large copy moves as many bytes as the weights have.
 """
 
 import argparse
@@ -13,32 +16,47 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
+from bench_llama import LlamaCpp
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import hf_ssm
+from hf_ssm.ops import cpu, use_backend
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"mamba": "mamba-130m", "mamba2": "mamba2-130m"}
+SIZES = {"mamba": "mamba-130m", "mamba2": "mamba2-130m", "hydra": "hydra-base", "hymba": "hymba-1.5b"}
+# The 1.5B shape, cut to 12 of its 32 layers so that a training step fits into this machine's memory.
+CHANGES: dict[str, dict[str, object]] = {
+    "hymba": {
+        "num_hidden_layers": 12,
+        "global_attn_idx": [0, 6, 11],
+        "kv_reuse_group": [[1, 2], [3, 4], [7, 8], [9, 10]],
+    }
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Job = Callable[[], object]
 
 
-def ours(name: str, dtype: torch.dtype, **changes: int) -> nn.Module:
+def ours(name: str, dtype: torch.dtype, **changes: object) -> nn.Module:
     settings = json.loads((ROOT / "configs" / "models" / f"{SIZES[name]}.json").read_text())
-    config = AutoConfig.for_model(**settings | changes)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config = AutoConfig.for_model(**settings | CHANGES.get(name, {}) | changes)
+    kind = AutoModelForMaskedLM if name == "hydra" else AutoModelForCausalLM
+    return kind.from_config(config, dtype=dtype)
 
 
-def theirs(name: str, dtype: torch.dtype) -> nn.Module:
-    classes = {"mamba": ("MambaConfig", "MambaForCausalLM"), "mamba2": ("Mamba2Config", "Mamba2ForCausalLM")}[name]
+def theirs(name: str, dtype: torch.dtype) -> nn.Module | None:
+    """transformers' own, if it has one."""
+    classes = {"mamba": ("MambaConfig", "MambaForCausalLM"), "mamba2": ("Mamba2Config", "Mamba2ForCausalLM")}.get(name)
+    if classes is None:
+        return None
     config_class, model_class = (getattr(transformers, attribute) for attribute in classes)
     settings = json.loads((ROOT / "configs" / "models" / f"{SIZES[name]}.json").read_text())
     return model_class(config_class(**settings)).to(dtype)
@@ -65,12 +83,31 @@ def matrix_products(model: nn.Module, tokens: int, training: bool) -> Job:
     return run
 
 
+def copy_of_weights(model: nn.Module) -> Job:
+    """A copy of half as many bytes as the linear layers' weights have: copying reads and writes."""
+    count = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear)) // 8
+    source, target = torch.ones(count), torch.empty(count)
+    return lambda: target.copy_(source)
+
+
+def on_torch(job: Job) -> Job:
+    """The job without native kernels."""
+
+    def run() -> None:
+        with use_backend("torch"):
+            job()
+
+    return run
+
+
 def prompt(model: nn.Module, ids: Tensor) -> Job:
+    """All tokens at once: with a cache and the last token's logits, or an encoder's."""
     model.eval()
+    options = {"use_cache": True, "logits_to_keep": 1} if model.can_generate() else {}
 
     def run() -> None:
         with torch.no_grad():
-            model(ids, use_cache=True, logits_to_keep=1)
+            model(ids, **options)
 
     return run
 
@@ -80,7 +117,7 @@ def training_step(model: nn.Module, ids: Tensor) -> Job:
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
-        model(ids, labels=ids, use_cache=False).loss.backward()
+        model(ids, labels=ids).loss.backward()
 
     return run
 
@@ -111,40 +148,60 @@ def interleaved(jobs: dict[str, Job], repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def speed(models: list[str], dtypes: list[str], repeats: int) -> list[dict]:
+def speed(models: list[str], dtypes: list[str], cases: list[str], repeats: int, llama_cpp: str | None) -> list[dict]:
     rows = []
     for name in models:
         for dtype in dtypes:
             mine, other = ours(name, DTYPES[dtype]), theirs(name, DTYPES[dtype])
-            prompt_ids = torch.randint(0, mine.config.vocab_size, (1, 512))
-            step_ids = prompt_ids[:, :256]
-            for case, make, ids, times in (
-                ("prompt of 512 tokens", prompt, prompt_ids, repeats),
-                ("training step of 256 tokens", training_step, step_ids, max(1, repeats // 3)),
-                ("decoded token", decoded_token, prompt_ids[:, :64], 10 * repeats),
-            ):
-                training = make is training_step
-                tokens = 1 if make is decoded_token else ids.shape[1]
-                floor = matrix_products(mine, tokens, training)
-                jobs = {"floor": floor, "hf_ssm": make(mine, ids), "transformers": make(other, ids)}
-                row = {"model": name, "dtype": dtype, "case": case, **interleaved(jobs, times)}
+            ids = torch.randint(0, mine.config.vocab_size, (1, 512))
+            for case in cases:
+                make, tokens, times = CASES[case]
+                if make is decoded_token and not mine.can_generate():
+                    continue
+                given = ids[:, :tokens]
+                with tempfile.TemporaryDirectory() as folder:
+                    jobs = {"hf_ssm": make(mine, given)}
+                    if cpu.kernels() is not None:
+                        jobs["hf_ssm without native kernels"] = on_torch(make(mine, given))
+                    if other is not None:
+                        jobs["transformers"] = make(other, given)
+                    if make is decoded_token:
+                        floor = copy_of_weights(mine)
+                        if llama_cpp is not None and name in ("mamba", "mamba2"):
+                            jobs["llama.cpp"] = LlamaCpp(llama_cpp, mine, Path(folder), torch.get_num_threads())
+                    else:
+                        floor = matrix_products(mine, given.shape[1], make is training_step)
+                    seconds = interleaved({"floor": floor, **jobs}, max(1, int(times * repeats)))
+                row = {"model": name, "dtype": dtype, "case": case, "seconds": seconds}
                 rows.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
             del mine, other
     return rows
 
 
+CASES: dict[str, tuple[Callable[[nn.Module, Tensor], Job], int, float]] = {  # how, tokens, share of the repeats
+    "prompt of 512 tokens": (prompt, 512, 1),
+    "training step of 256 tokens": (training_step, 256, 1),
+    "decoded token": (decoded_token, 64, 10),
+}
+
+
 def speed_table(rows: list[dict]) -> str:
+    contestants = list(dict.fromkeys(name for row in rows for name in row["seconds"] if name != "floor"))
     lines = [
-        "| model | dtype | case | matrix products | hf_ssm | transformers | hf_ssm / products "
-        "| transformers / products | transformers / hf_ssm |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | dtype | case | floor | " + " | ".join(contestants) + " |",
+        "| --- | --- | --- | --- |" + " --- |" * len(contestants),
     ]
     for row in rows:
-        floor, mine, other = row["floor"], row["hf_ssm"], row["transformers"]
+        floor = row["seconds"]["floor"]
+        cells = [
+            f"{1e3 * row['seconds'][name]:.1f} ms, {row['seconds'][name] / floor:.2f}"
+            if name in row["seconds"]
+            else ""
+            for name in contestants
+        ]
         lines.append(
-            f"| {row['model']} | {row['dtype']} | {row['case']} | {1e3 * floor:.0f} ms | {1e3 * mine:.0f} ms "
-            f"| {1e3 * other:.0f} ms | {mine / floor:.2f} | {other / floor:.2f} | {other / mine:.2f} |"
+            f"| {row['model']} | {row['dtype']} | {row['case']} | {1e3 * floor:.1f} ms | " + " | ".join(cells) + " |"
         )
     return "\n".join(lines)
 
@@ -224,7 +281,7 @@ def header(command: list[str], sizes: str) -> str:
     return (
         f"`{' '.join(command)}`, {time.strftime('%Y-%m-%d')}. hf_ssm {hf_ssm.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} "
-        f"threads, {simd}. {sizes[0].upper()}{sizes[1:]}, random weights, batch 1.\n"
+        f"threads, {simd}; native kernels: {cpu.describe()}. {sizes[0].upper()}{sizes[1:]}; random weights, batch 1.\n"
     )
 
 
@@ -234,6 +291,10 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument(
+        "--llama-cpp", metavar="PYTHON", help="a Python with llama-cpp-python and gguf, to compare with"
+    )
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--training-lengths", type=int, nargs="+", default=[512, 2048])
@@ -244,8 +305,10 @@ def main() -> None:
     if arguments.memory:
         table = memory_table(memory(arguments.models, arguments.lengths, arguments.training_lengths))
     else:
-        table = speed_table(speed(arguments.models, arguments.dtypes, arguments.repeats))
-    text = header(["python", "scripts/bench_cpu.py", *sys.argv[1:]], "130M sizes") + "\n" + table + "\n"
+        rows = speed(arguments.models, arguments.dtypes, arguments.cases, arguments.repeats, arguments.llama_cpp)
+        table = speed_table(rows)
+    sizes = "; ".join(f"{name}: {SIZES[name]}" for name in arguments.models)
+    text = header(["python", "scripts/bench_cpu.py", *sys.argv[1:]], sizes) + "\n" + table + "\n"
     print(text)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

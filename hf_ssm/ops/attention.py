@@ -90,8 +90,8 @@ class Block:
 
 @dataclass
 class Pattern:
-    """Which key each query sees. The queries are the last of the keys. `window` None: all keys before it. `front`: how
-    many meta tokens are the first keys of every row, as a number that no device must be asked for."""
+    """Which key each query sees. The queries are the last of the real keys. `window` None: all keys before it.
+    `front`: how many meta tokens are the first keys of every row, as a number that no device must be asked for."""
 
     queries: Places
     keys: Places
@@ -115,7 +115,7 @@ class Pattern:
 
     @lazy
     def seen(self) -> Tensor | None:
-        """(b or 1, 1, q, k) bool; None for everything. A query sees itself, even padding: no softmax is empty."""
+        """(b or 1, 1, q, k) bool; None for everything. A padded query sees all keys, so that no softmax is empty."""
         return None if self.everything else self._seen(self.queries, self.keys)
 
     def _seen(self, queries: Places, keys: Places) -> Tensor:
@@ -126,9 +126,9 @@ class Pattern:
         if queries.sequences is not None and keys.sequences is not None:
             seen = seen & (queries.sequences[:, :, None] == keys.sequences[:, None, :])
         if keys.real is not None:
-            count, total = seen.shape[1:]
-            index = torch.arange(total, device=seen.device)
-            seen = (seen & keys.real[:, None, :]) | (index[total - count :, None] == index)
+            seen = seen & keys.real[:, None, :]
+        if queries.real is not None:
+            seen = seen | ~queries.real[:, :, None]
         return seen[:, None]
 
     @lazy

@@ -78,15 +78,22 @@ OPERATORS: dict[str, tuple[Backend, ...]] = {}  # filled by `register`, in the o
 # would not see what another operator's first choice adds to it.
 _LOADED: dict[str, dict[str, Callable[..., Any]]] = {}
 
+_MINOR: set[str] = set()
+
 _forced: tuple[str, ...] = tuple(
     name.strip() for name in os.environ.get("HF_SSM_BACKEND", "").split(",") if name.strip()
 )
 
 
-def register(operator: str, *rows: Backend) -> None:
-    """Enter an operator's backends, in order of preference."""
+def register(operator: str, *rows: Backend, minor: bool = False) -> None:
+    """Enter an operator's backends, in order of preference.
+
+    `minor`: an operator that no package is asked for: where none of the forced names is its own, it chooses freely.
+    """
     OPERATORS[operator] = rows
     _LOADED[operator] = {}
+    if minor:
+        _MINOR.add(operator)
 
 
 @contextmanager
@@ -122,14 +129,16 @@ def choose(call: Call, backend: str | None = None) -> Callable[..., Any]:
         (name, index(value)) for name, value in call.traits
     )  # index: fixed, where torch.compile lets it vary
     names = (backend,) if backend else _forced
-    impl = _choose_impl(call.operator, call.device, call.dtype, traits, names)
+    impl = _choose_impl(call.operator, call.device, call.dtype, traits, names, backend is None)
     return _LOADED[call.operator][impl]
 
 
 @torch.compiler.assume_constant_result
-def _choose_impl(operator: str, device: str, dtype: torch.dtype, traits: tuple, names: tuple[str, ...]) -> str:
+def _choose_impl(
+    operator: str, device: str, dtype: torch.dtype, traits: tuple, names: tuple[str, ...], forced: bool = False
+) -> str:
     """The `impl` of the row chosen, which is in `_LOADED[operator]` afterwards."""
-    impl = _choose_row(operator, device, dtype, traits, names).impl
+    impl = _choose_row(operator, device, dtype, traits, names, forced).impl
     if impl not in _LOADED[operator]:
         module, _, function = impl.partition(":")
         _LOADED[operator][impl] = getattr(importlib.import_module(module), function)
@@ -137,12 +146,15 @@ def _choose_impl(operator: str, device: str, dtype: torch.dtype, traits: tuple, 
 
 
 @cache
-def _choose_row(operator: str, device: str, dtype: torch.dtype, traits: tuple, names: tuple[str, ...]) -> Backend:
+def _choose_row(
+    operator: str, device: str, dtype: torch.dtype, traits: tuple, names: tuple[str, ...], forced: bool
+) -> Backend:
+    """`forced`: the names are meant for every operator, not for this call."""
     call = Call(operator, device, dtype, traits)
     rows = OPERATORS[operator]
-    if names:
-        _check_names(names)
-        row = _asked_for(rows, names)
+    _check_names(names)
+    row = _asked_for(rows, names)
+    if names and not (row is None and forced and operator in _MINOR):
         if row is None:
             known = ", ".join(row.name for row in rows)
             raise BackendUnavailable(f"{operator} has no backend {' or '.join(map(repr, names))}; it has {known}")
@@ -166,10 +178,11 @@ def backend_report() -> list[dict[str, Any]]:
     for operator, rows in OPERATORS.items():
         chosen = False
         forced = _asked_for(rows, _forced)
+        free = not _forced or (forced is None and operator in _MINOR)
         for row in rows:
             obstacle = row.obstacle()
             runs_here = row.devices is None or device in row.devices
-            takes = obstacle is None and runs_here and (row is forced if _forced else row.automatic)
+            takes = obstacle is None and runs_here and (row.automatic if free else row is forced)
             reason = obstacle or (f"forced: {row.name}" if row is forced else None)
             if reason is None and not row.automatic:
                 reason = "only when asked for by name"

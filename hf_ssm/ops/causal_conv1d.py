@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cpu
 from .backends import Backend, Call, choose, register
 from .discretize import compute_dtype
 from .rows import (
@@ -61,7 +62,10 @@ def causal_conv1d(
     _check("causal_conv1d", x, weight, bias, activation, initial_state, seq_idx, mask)
     batch, seqlen, channels = x.shape
     width = weight.shape[1]
-    state = initial_state.to(x.dtype) if initial_state is not None else x.new_zeros(batch, width - 1, channels)
+    if initial_state is None:
+        state = x.new_zeros(batch, width - 1, channels)
+    else:
+        state = initial_state if initial_state.dtype == x.dtype else initial_state.to(x.dtype)
     if seqlen == 0:
         return torch.zeros_like(x), state
 
@@ -81,7 +85,9 @@ def causal_conv1d(
         ("packed", seq_idx is not None),
     )
     run = choose(Call("causal_conv1d", x.device.type, x.dtype, traits), backend)
-    before = state[:, state.shape[1] - (width - 1) :] if initial_state is not None else None
+    before = None if initial_state is None else state
+    if before is not None and before.shape[1] != width - 1:
+        before = before[:, before.shape[1] - (width - 1) :]
     out = run(x, weight, bias, activation is not None, before, seq_idx)
     final_state = _final_state(x, state, seq_idx, lengths)
 
@@ -97,8 +103,8 @@ def causal_conv1d_update(
 
     Returns out (batch, channels) in x's dtype and the new state, the old one shifted by one token.
     """
-    out, state = causal_conv1d(x[:, None], weight, bias, activation=activation, initial_state=state)
-    return out[:, 0], state
+    out, state = causal_conv1d(x.unsqueeze(1), weight, bias, activation=activation, initial_state=state)
+    return out.squeeze(1), state
 
 
 def centred_conv1d(
@@ -334,7 +340,7 @@ def _final_state(x: Tensor, state: Tensor, seq_idx: Tensor | None, lengths: Tens
     """The last state_len inputs of each row's last sequence; `lengths` (b,) counts the real tokens, in front."""
     seqlen, state_len = x.shape[1], state.shape[1]
     if lengths is None and seq_idx is None:
-        return torch.cat([state, x], dim=1)[:, seqlen:] if seqlen < state_len else x[:, seqlen - state_len :].clone()
+        return torch.cat([state[:, seqlen:], x], dim=1) if seqlen < state_len else x[:, seqlen - state_len :].clone()
     inputs = torch.cat([state, x], dim=1)
     if lengths is None:
         lengths = torch.full((x.shape[0],), seqlen, device=x.device)
@@ -394,12 +400,14 @@ register(
             else None
         ),
     ),
+    cpu.backend("causal_conv1d:causal_conv1d_cpu"),
     Backend("torch", "hf_ssm.ops.causal_conv1d:causal_conv1d_torch"),
     Backend("reference", "hf_ssm.ops.causal_conv1d:causal_conv1d_reference", automatic=False),
 )
 
 register(
     "centred_conv1d",
+    cpu.backend("causal_conv1d:centred_conv1d_cpu"),
     Backend("torch", "hf_ssm.ops.causal_conv1d:centred_conv1d_torch"),
     Backend("reference", "hf_ssm.ops.causal_conv1d:centred_conv1d_reference", automatic=False),
 )

@@ -8,10 +8,13 @@ a share.
 Rows become lists of sequences without padding, (tokens, heads, head size), with the ends of each: flash-attn aligns
 the last query of a sequence with its last key, as caches need it.
 
-Signatures: flash-attn 2.7 and 2.8, flash_attn.flash_attn_interface.
+Signatures: flash-attn 2.7 and 2.8, flash_attn.flash_attn_interface; flash-attn 3.0, flash_attn_interface (hopper/ in
+the same repository).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from .attention import Pattern, Places
 
 
+@torch.compiler.disable  # it reads lengths off the device: one graph break, where there would be many
 def attend(
     query: Tensor,
     key: Tensor,
@@ -33,16 +37,17 @@ def attend(
 ) -> Tensor:
     """As `hf_ssm.ops.attention.attend`; padded queries give 0.
 
-    Raises ValueError for another version than 2, for dropout, and for dtypes that flash-attn does not have.
+    Raises ValueError for another version than 2 and 3, for dropout, and for dtypes that flash-attn does not have.
     """
-    if implementation != "flash_attention_2":
+    if implementation not in _VERSIONS:
         raise ValueError(
-            f"attn_implementation={implementation!r}: of flash-attn, only 'flash_attention_2' is supported"
+            f"attn_implementation={implementation!r}: of flash-attn, {' and '.join(_VERSIONS)} are supported"
         )
     if dropout and training:
-        raise ValueError("flash_attention_2 with attention_dropout: two merged calls cannot drop the same weights")
+        raise ValueError(f"{implementation} with attention_dropout: two merged calls cannot drop the same weights")
     if query.dtype not in _DTYPES:
-        raise ValueError(f"flash_attention_2 computes in float16 and bfloat16, not {query.dtype}: load the model so")
+        raise ValueError(f"{implementation} computes in float16 and bfloat16, not {query.dtype}: load the model so")
+    kernels = _VERSIONS[implementation]()
     queries, keys, rows = pattern.queries, pattern.keys, query.shape[0]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -54,14 +59,38 @@ def attend(
     parts = [_Part(tokens_k, causal=True, window=pattern.window)]
     if meta_k.longest:
         parts.append(_Part(meta_k, causal=False, window=None))
-    out[tokens_q.where] = _merged(q[tokens_q.where], k, v, tokens_q, parts)
+    out[tokens_q.where] = _merged(kernels, q[tokens_q.where], k, v, tokens_q, parts)
     meta_q = _select(queries, rows, True).with_sequences(count)
     if meta_q.longest:
-        out[meta_q.where] = _merged(q[meta_q.where], k, v, meta_q, [_Part(meta_k, causal=True, window=None)])
+        part = _Part(meta_k, causal=True, window=None)
+        out[meta_q.where] = _merged(kernels, q[meta_q.where], k, v, meta_q, [part])
     return out
 
 
 _DTYPES: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+# forward(q, k, v, **options) -> (out, log-sum-exp, ...); backward(d_out, q, k, v, out, log-sum-exp, d_q, d_k, d_v,
+# **options, deterministic), which writes the last three
+_Kernels = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _version_2() -> _Kernels:
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
+
+    off = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+    return partial(_flash_attn_varlen_forward, **off), partial(_flash_attn_varlen_backward, **off)
+
+
+def _version_3() -> _Kernels:
+    from flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+    def backward(*tensors: Tensor, causal: bool, **options: Any) -> None:
+        d_q, d_k, d_v = tensors[6:]
+        _flash_attn_backward(*tensors[:6], dq=d_q, dk=d_k, dv=d_v, is_causal=causal, **options)
+
+    return _flash_attn_forward, backward
+
+
+_VERSIONS = {"flash_attention_2": _version_2, "flash_attention_3": _version_3}
 
 
 @dataclass
@@ -107,35 +136,31 @@ class _Part:
             "cu_seqlens_k": self.keys.ends,
             "max_seqlen_q": queries.longest,
             "max_seqlen_k": self.keys.longest,
-            "dropout_p": 0.0,
             "softmax_scale": size**-0.5,
             "causal": self.causal,
             "window_size_left": -1 if self.window is None else self.window,
             "window_size_right": 0 if self.causal else -1,
-            "softcap": 0.0,
-            "alibi_slopes": None,
         }
 
 
-def _merged(q: Tensor, k: Tensor, v: Tensor, queries: _Sequences, parts: list[_Part]) -> Tensor:
+def _merged(kernels: _Kernels, q: Tensor, k: Tensor, v: Tensor, queries: _Sequences, parts: list[_Part]) -> Tensor:
     """q (tokens, h, d); k, v (b, k, kv_heads, size) -> (tokens, h, e)"""
     given = [t[part.keys.where] for part in parts for t in (k, v)]
-    return _MergedAttention.apply(q, queries, parts, *given)
+    return _MergedAttention.apply(q, kernels, queries, parts, *given)
 
 
 class _MergedAttention(torch.autograd.Function):
-    """Softmax over the keys of all parts. apply(q, queries, parts, k of part 0, v of part 0, k of part 1, ...)"""
+    """Softmax over the keys of all parts. apply(q, kernels, queries, parts, k, v of part 0, k, v of part 1, ...)"""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, queries: _Sequences, parts: list[_Part], *keys_and_values: Tensor) -> Tensor:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
+    def forward(
+        ctx: Any, q: Tensor, kernels: _Kernels, queries: _Sequences, parts: list[_Part], *keys_and_values: Tensor
+    ) -> Tensor:
+        forward, ctx.backward_kernel = kernels
         size, width = q.shape[-1], keys_and_values[1].shape[-1]
         outs, sums = [], []
         for part, k, v in zip(parts, keys_and_values[::2], keys_and_values[1::2], strict=True):
-            results = [
-                _flash_attn_varlen_forward(q, k, piece, **part.options(queries, size)) for piece in _pieces(v, size)
-            ]
+            results = [forward(q, k, piece, **part.options(queries, size)) for piece in _pieces(v, size)]
             outs.append(torch.cat([out for out, *_ in results], dim=-1)[..., :width].float())
             sums.append(results[0][1].float())  # log-sum-exp (h, tokens)
         total = torch.logsumexp(torch.stack(sums), dim=0)
@@ -148,8 +173,6 @@ class _MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
         q, out, total, *keys_and_values = ctx.saved_tensors
         size, width = q.shape[-1], out.shape[-1]
         d_q = torch.zeros_like(q, dtype=torch.float32)
@@ -159,7 +182,7 @@ class _MergedAttention(torch.autograd.Function):
             pieces = zip(_pieces(d_out, size), _pieces(out, size), _pieces(v, size), strict=True)
             for d_out_piece, out_piece, v_piece in pieces:
                 d_part = [torch.empty_like(t) for t in (q, k, v_piece)]
-                _flash_attn_varlen_backward(
+                ctx.backward_kernel(
                     *(d_out_piece, q, k, v_piece, out_piece, total, *d_part),
                     **part.options(ctx.queries, size),
                     deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -168,7 +191,7 @@ class _MergedAttention(torch.autograd.Function):
                 d_k += d_part[1]
                 d_v.append(d_part[2])
             grads += [d_k.to(k.dtype), torch.cat(d_v, dim=-1)[..., :width]]
-        return d_q.to(q.dtype), None, None, *grads
+        return d_q.to(q.dtype), None, None, None, *grads
 
 
 def _pieces(t: Tensor, size: int) -> list[Tensor]:

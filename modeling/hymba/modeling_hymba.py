@@ -320,7 +320,7 @@ class HymbaModel(HymbaPreTrainedModel):
             position_ids: (batch, seqlen) or (1, seqlen); a new sequence begins where they do not increase. The
                 positions themselves follow from that: meta tokens first, then the real tokens of a sequence.
             past_key_values: a `HybridMambaAttentionDynamicCache` (or `DynamicCache(config=...)`) to continue, changed
-                in place.
+                in place; or the static form of one.
             use_cache: whether to return the cache; by default the configuration's value, False while training.
             seq_idx: (batch, seqlen) integers; a new sequence, with meta tokens of its own, begins where they change.
                 What the cache holds belongs to the first sequence of a row, and then to the last.
@@ -351,7 +351,7 @@ class HymbaModel(HymbaPreTrainedModel):
         mask = padding_mask(attention_mask, batch, seqlen, past)
         seq_idx = packed_rows(seq_idx, position_ids, mask, batch, seqlen)
 
-        if cache is not None and cache.meta is None and not past and self.memory_tokens is not None:
+        if cache is not None and cache.meta is None and self.memory_tokens is not None:
             cache.begin(self.meta_tokens())
         rows = _Rows.of(inputs_embeds, mask, seq_idx, self.memory_tokens, in_front=cache is None)
         hidden_states, states, weights, _ = self.through_layers(rows, cache, mask)
@@ -401,6 +401,11 @@ class HymbaModel(HymbaPreTrainedModel):
         past = 0 if cache is None else cache.get_seq_length()
         new = rows.places(0 if cache is None else cache.tokens_before(0) + cache.meta_count)
         self.check_positions(new, past + rows.count)
+        front = rows.front + (0 if cache is None else cache.meta_count)
+        patterns: dict[int | None, Pattern] = {}  # layers of one window hold the same tokens
+        for i, window in enumerate(self.windows):
+            if window not in patterns:
+                patterns[window] = Pattern(new, new if cache is None else cache.places(i, new), window, front)
         rotation = self.rotation(new, rows.hidden.dtype)
         states: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self.layers)
         if cache is not None:  # nothing has changed it yet: a refused call leaves it as it was
@@ -410,14 +415,8 @@ class HymbaModel(HymbaPreTrainedModel):
         inputs: list[Tensor] = []
         weights: list[Any] = []
         keys: list[Keys] = []
-        patterns: dict[int | None, Pattern] = {}  # layers of one window hold the same tokens
         for i, (layer, producer, window) in enumerate(zip(self.layers, self.producers, self.windows, strict=True)):
             inputs.append(hidden_states)
-            if window not in patterns:
-                kept = 0 if cache is None else cache.kept(producer)
-                places = places_of_keys(new, rows.count, past, kept, cache)
-                front = rows.front + (0 if cache is None else cache.meta_count)
-                patterns[window] = Pattern(new, places, window, front)
             shared = (None, None) if i == producer else keys[producer]
             extend = record = None
             replays: list[Replay] = []
@@ -459,7 +458,7 @@ class HymbaModel(HymbaPreTrainedModel):
     def check_positions(self, places: Places, most: int) -> None:
         """Refuse positions beyond the rotation's range; there are none in a row of `most` tokens below it."""
         config, limit = self.config, self.config.max_position_embeddings
-        if not config.rope or config.rope_type == "dynamic_ntk" or most <= limit or is_tracing(places.positions):
+        if not config.rope or config.rope_type == "dynamic_ntk" or is_tracing(places.positions) or most <= limit:
             return
         last = int(places.positions.max()) - config.num_memory_tokens
         if last >= limit:
@@ -486,27 +485,6 @@ class HymbaModel(HymbaPreTrainedModel):
         angles = positions[..., None].to(exact) * (1.0 / base**exponents)
         angles = torch.cat([angles, angles], dim=-1)[:, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def places_of_keys(
-    new: Places, fed: int, past: int, kept: int, cache: HybridMambaAttentionDynamicCache | None
-) -> Places:
-    """Where the keys of a call stand: the meta tokens in front, the last `kept` of `past` tokens before, and the new
-    ones, `fed` of which are tokens."""
-    if cache is None:
-        return new
-    parts, meta = [new], cache.meta_count
-    if kept:
-        positions = torch.arange(past - kept, past, device=new.positions.device)[None]
-        real = cache.real(kept + fed)
-        if real is not None:
-            real = real[:, :kept]
-            positions = cache.tokens_before(kept + fed) + real.cumsum(dim=1) - 1
-        parts.insert(0, Places(positions + meta, torch.zeros_like(positions, dtype=torch.bool), real=real))
-    if meta:
-        positions = torch.arange(meta, device=new.positions.device)[None]
-        parts.insert(0, Places(positions, torch.ones_like(positions, dtype=torch.bool)))
-    return Places.join(*parts)
 
 
 @dataclass

@@ -7,8 +7,6 @@ import torch
 from transformers import DynamicCache, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_ssm import RecurrentCache
-
 from .helpers import (
     DECODERS,
     TOLERANCE,
@@ -461,13 +459,14 @@ def test_training_mode_and_no_grad_make_no_difference_to_decoding(model):
 
 
 @every_model
-@pytest.mark.parametrize("kind", ["dynamic", "static", "quantized", "offloaded"])
+@pytest.mark.parametrize("kind", ["dynamic", "quantized", "offloaded", "offloaded_static"])
 def test_kinds_of_caches(model, kind):
-    """What cannot be done is refused; a recurrent state has a fixed size, as a static cache has."""
+    """What cannot be done is refused; "static" has tests of its own."""
     ids = random_ids(1, 4)
-    recurrent = model.cache_class is RecurrentCache
-    if kind == "dynamic" or (kind == "static" and recurrent):
+    if kind == "dynamic":
         assert torch.equal(model.generate(ids, **GREEDY, cache_implementation=kind), greedy(model, ids))
         return
     with pytest.raises(ValueError, match=f"cache_implementation='{kind}': this model's states are kept by a "):
         model.generate(ids, **GREEDY, cache_implementation=kind)
+    with pytest.raises(ValueError, match="cache_implementation='dynamic' and past_key_values: give one of them"):
+        model.generate(ids, **GREEDY, cache_implementation="dynamic", past_key_values=new_cache(model))

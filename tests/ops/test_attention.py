@@ -160,7 +160,8 @@ def seen_by_flash(lengths: tuple[int, int], causal: bool, left: int, right: int)
 
 
 class FlashAttn:
-    """flash_attn.flash_attn_interface of version 2.8 by its published signatures, one sequence at a time."""
+    """flash_attn.flash_attn_interface of version 2.8 and flash_attn_interface of version 3.0 by their published
+    signatures, one sequence at a time."""
 
     def __init__(self, dtype: torch.dtype | None):
         self.dtype = dtype  # what it computes in; None for that of its inputs
@@ -216,15 +217,67 @@ class FlashAttn:
             dk[keys], dv[keys] = (t.unflatten(1, (-1, groups)).sum(2).to(k.dtype) for t in (d_k, d_v))
         return softmax_lse
 
+    def _flash_attn_forward(
+        self, q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None,
+        kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None,
+        k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1,
+        attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None,
+        sm_margin=0,
+    ):  # fmt: skip
+        out, lse, *_ = self._flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+            window_size_left, window_size_right,
+        )  # fmt: skip
+        return out, lse, torch.tensor([]), torch.tensor([])
+
+    def _flash_attn_backward(
+        self, dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        return self._flash_attn_varlen_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0,
+            softmax_scale, is_causal, window_size_left, window_size_right, 0.0, None, deterministic,
+        )  # fmt: skip
+
+
+FLASH = {  # which module has a version's kernels
+    "flash_attention_2": (
+        "flash_attn.flash_attn_interface",
+        ["_flash_attn_varlen_forward", "_flash_attn_varlen_backward"],
+    ),
+    "flash_attention_3": ("flash_attn_interface", ["_flash_attn_forward", "_flash_attn_backward"]),
+}
+
 
 def install(monkeypatch, dtype: torch.dtype | None) -> None:
-    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     stand_in = FlashAttn(dtype)
-    for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):
-        setattr(interface, name, getattr(stand_in, name))
-    package.flash_attn_interface = interface  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    for name, functions in FLASH.values():
+        module = types.ModuleType(name)
+        for function in functions:
+            setattr(module, function, getattr(stand_in, function))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", *FLASH])
+def test_keys_to_come_are_not_seen(monkeypatch, implementation, count, window):
+    """As a static cache has them: behind the queries are slots that no token is in yet, of each row another number."""
+    install(monkeypatch, torch.float64)
+    monkeypatch.setattr(flash, "_DTYPES", (torch.float64,))
+    rows = ["AAaaaaa...", "AAaaaaaa..", "AAaaaaaaaa"]
+    keys = places(rows)
+    ends = keys.real.sum(dim=1, keepdim=True)
+    queries = Places(ends - count + torch.arange(count), torch.zeros(3, count, dtype=torch.bool))
+    query, key, value = tensors(3, count, 10)
+    got, _ = attend(Module(), query, key, value, Pattern(queries, keys, window, 2), implementation)
+    for r, row in enumerate(rows):
+        alone = row.rstrip(".")
+        q, k, v = query[r : r + 1], key[r : r + 1, :, : len(alone)], value[r : r + 1, :, : len(alone)]
+        compare(got[r : r + 1], one_by_one(q, k, v, [alone], count, window), [alone], count, TOLERANCE[torch.float32])
 
 
 def with_gradients(function, inputs, real):
@@ -238,7 +291,8 @@ def with_gradients(function, inputs, real):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize(("name", "count"), CALLS)
-def test_flash_attention_merges_to_the_definition(monkeypatch, name, count, window):
+@pytest.mark.parametrize("version", FLASH)
+def test_flash_attention_merges_to_the_definition(monkeypatch, version, name, count, window):
     """Values and gradients; float64 in and inside, float32 in between."""
     install(monkeypatch, torch.float64)
     monkeypatch.setattr(flash, "_DTYPES", (torch.float64,))
@@ -246,7 +300,7 @@ def test_flash_attention_merges_to_the_definition(monkeypatch, name, count, wind
     inputs = tensors(len(rows), count, len(rows[0]))
     real = torch.tensor([[letter != "." for letter in row[len(row) - count :]] for row in rows]).double()
     pattern = pattern_of(rows, count, window)
-    got = with_gradients(lambda *t: attend(Module(), *t, pattern, "flash_attention_2")[0], inputs, real)
+    got = with_gradients(lambda *t: attend(Module(), *t, pattern, version)[0], inputs, real)
     want = with_gradients(lambda *t: one_by_one(*t, rows, count, window), inputs, real)
     for mine, theirs in zip(got, want, strict=True):
         assert error(mine, theirs) <= TOLERANCE[torch.float32]
@@ -265,14 +319,15 @@ def test_any_rows(rows, window, data):
         install(patch, torch.float64)
         patch.setattr(flash, "_DTYPES", (torch.float64,))
         patch.setattr(attention, "_BLOCK", 3)
-        for implementation in ("eager", "sdpa", "flash_attention_2"):
+        for implementation in ("eager", "sdpa", *FLASH):
             got, _ = attend(Module(), query, key, value, pattern, implementation)
             tolerance = TOLERANCE[torch.float32 if "flash" in implementation else torch.float64]
             compare(got, want, rows, count, tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_flash_attention_in_half_precision(monkeypatch, dtype):
+@pytest.mark.parametrize("version", FLASH)
+def test_flash_attention_in_half_precision(monkeypatch, version, dtype):
     """Merging two calls costs no more than eager attention in the same dtype."""
     install(monkeypatch, torch.float32)
     rows = ["AAAA" + "a" * 60] * 2
@@ -281,7 +336,7 @@ def test_flash_attention_in_half_precision(monkeypatch, dtype):
     exact = with_gradients(lambda *t: one_by_one(*t, rows, 64, 9), [t.double() for t in inputs], real)
     got, eager = (
         with_gradients(lambda *t: attend(Module(), *t, pattern, name)[0], inputs, real)  # noqa: B023
-        for name in ("flash_attention_2", "eager")
+        for name in (version, "eager")
     )
     for mine, theirs, want in zip(got, eager, exact, strict=True):
         assert mine.dtype == dtype
@@ -291,8 +346,13 @@ def test_flash_attention_in_half_precision(monkeypatch, dtype):
 @pytest.mark.parametrize(
     ("implementation", "dtype", "dropout", "message"),
     [
-        ("flash_attention_3", torch.bfloat16, 0.0, "only 'flash_attention_2' is supported"),
-        ("flash_attention_2", torch.float32, 0.0, "float16 and bfloat16, not torch.float32"),
+        (
+            "flash_attention_4",
+            torch.bfloat16,
+            0.0,
+            "of flash-attn, flash_attention_2 and flash_attention_3 are supported",
+        ),
+        ("flash_attention_3", torch.float32, 0.0, "float16 and bfloat16, not torch.float32"),
         ("flash_attention_2", torch.bfloat16, 0.1, "attention_dropout: two merged calls"),
     ],
 )

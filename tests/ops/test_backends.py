@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from op_cases import ALL, CONV, SSD, cast, conv_inputs, ssd_inputs
+from op_cases import ALL, CONV, SSD, cast, conv_inputs, ssd_inputs, usable
 from stand_ins import forget_choices
 
 from hf_ssm.ops import (
@@ -17,6 +17,7 @@ from hf_ssm.ops import (
     backends,
     cpu,
     explain,
+    rms_norm,
     ssd,
     use_backend,
 )
@@ -99,6 +100,22 @@ def test_an_operator_takes_the_first_name_it_has(runs, bare_machine):
         ssd(**ssd_inputs())
     with pytest.raises(ValueError, match="at least one"), use_backend():
         pass
+
+
+def test_a_minor_operator_has_only_names_of_its_own(runs, bare_machine):
+    """Kernels for the scans do not ask the norms to be theirs; a call's own request is refused all the same."""
+    x, weight = torch.ones(2, 3), torch.ones(3)
+    with use_backend("mamba_ssm", "causal_conv1d"):
+        rms_norm(x, weight, eps=1e-5)
+        chosen = {row["operator"]: row["backend"] for row in backend_report() if row["chosen"]}
+    assert chosen == {"rms_norm": "torch", "gated_rms_norm": "torch"}
+    with use_backend("mamba_ssm", "reference"):
+        rms_norm(x, weight, eps=1e-5)
+    with pytest.raises(BackendUnavailable, match="rms_norm has no backend 'mamba_ssm'"):
+        rms_norm(x, weight, eps=1e-5, backend="mamba_ssm")
+    with pytest.raises(ValueError, match="unknown backend 'tourch'"):
+        rms_norm(x, weight, eps=1e-5, backend="tourch")
+    assert runs == ["torch", "reference"]
 
 
 def test_unknown_names():
@@ -203,11 +220,15 @@ print(*(impl for loaded in backends._LOADED.values() for impl in loaded))
 """
 
 
+# what an ordinary call takes on a CPU
+OF_ITSELF = next(row.impl for row in backends.OPERATORS["causal_conv1d"] if row.name == usable("causal_conv1d")[0])
+
+
 @pytest.mark.parametrize(
     ("value", "printed", "complaint"),
     [
         ("reference", "hf_ssm.ops.causal_conv1d:causal_conv1d_reference", ""),
-        ("", "hf_ssm.ops.causal_conv1d:causal_conv1d_torch", ""),
+        ("", OF_ITSELF, ""),
         ("tourch", "", "ValueError: unknown backend 'tourch': choose one of"),
     ],
     ids=["reference", "empty", "unknown"],

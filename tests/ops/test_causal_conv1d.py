@@ -3,7 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import CONV, TOLERANCE, assert_near, cast, conv_inputs, error, outputs_and_grads, usable
+from op_cases import (
+    CONV,
+    TOLERANCE,
+    assert_near,
+    cast,
+    conv_inputs,
+    dtypes_of,
+    error,
+    outputs_and_grads,
+    packed_rows,
+    usable,
+)
 from published import assert_as_published, cases
 
 from hf_ssm.ops import causal_conv1d, causal_conv1d_update
@@ -19,6 +30,21 @@ def test_agrees_with_reference(backend, dtype, seqlen, initial_state):
     tensors = cast(conv_inputs(seqlen=seqlen, initial_state=initial_state), dtype)
     want = outputs_and_grads(CONV("reference"), cast(tensors, torch.float64))
     assert_near(outputs_and_grads(CONV(backend), tensors), want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [3, 4, 7])
+@pytest.mark.parametrize("channels", [32, 37, 300])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_many_tokens_and_channels(backend, packed, channels, width):
+    tensors = conv_inputs(seqlen=150, channels=channels, width=width)
+    rows = {}
+    if packed:
+        documents = [[list(range(70)), list(range(70, 71)), list(range(71, 150))], [list(range(129, 150))]]
+        rows["seq_idx"] = packed_rows(documents, 150)["seq_idx"]
+        rows["seq_idx"][1, :129] = 7
+    want = outputs_and_grads(CONV("reference", **rows), tensors)
+    assert_near(outputs_and_grads(CONV(backend, **rows), tensors), want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -45,12 +71,27 @@ def test_agrees_with_torch_conv1d(backend, seqlen):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_good_as_the_reference(backend, dtype):
-    tensors = cast(conv_inputs(seqlen=64), dtype)
+@pytest.mark.parametrize("channels", [6, 37])
+def test_half_precision_is_as_good_as_the_reference(backend, dtype, channels):
+    tensors = cast(conv_inputs(seqlen=64, channels=channels), dtype)
     exact = outputs_and_grads(CONV("reference"), cast(tensors, torch.float64))
     got, reference = (outputs_and_grads(CONV(name), tensors) for name in (backend, "reference"))
     for name, want in exact.items():
         assert got[name].dtype == dtype, name
+        limit = 2 * error(reference[name], want) + TOLERANCE[torch.float32]
+        assert error(got[name], want) <= limit, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("x", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_mixed_dtypes(backend, x, weight):
+    dtypes = {"x": x, "initial_state": x, "weight": weight, "bias": torch.float32}
+    tensors = cast(conv_inputs(seqlen=20, channels=37), dtypes)
+    exact = outputs_and_grads(CONV("reference"), cast(tensors, torch.float64))
+    got, reference = (outputs_and_grads(CONV(name), tensors) for name in (backend, "reference"))
+    for name, want in exact.items():
+        assert got[name].dtype == reference[name].dtype, name
         limit = 2 * error(reference[name], want) + TOLERANCE[torch.float32]
         assert error(got[name], want) <= limit, name
 
@@ -70,7 +111,7 @@ def test_published_numbers(backend, case):
         )
         return {"out": out.mT, "final_states": state.mT}
 
-    assert_as_published(case, original_layout)
+    assert_as_published(case, original_layout, dtypes_of(backend))
 
 
 @pytest.mark.parametrize("case", cases("causal_conv1d", "silu", "linear", "bias", "initial", "packed", "shorter"))
@@ -97,7 +138,7 @@ def test_state_outlives_many_tokens_and_none(backend):
     state = tensors["initial_state"]
     for start, stop in [(0, 0), (0, 1), (1, 4), (4, 9)]:
         _, state = CONV(backend)(**{**CONV.tokens(tensors, slice(start, stop)), "initial_state": state})
-        assert torch.equal(state, inputs[:, stop : stop + 5])
+        assert torch.equal(state, inputs[:, stop : stop + 5].to(state.dtype))
 
 
 @pytest.mark.parametrize(

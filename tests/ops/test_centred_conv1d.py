@@ -20,6 +20,17 @@ def test_agrees_with_reference(backend, dtype, seqlen, width):
     assert_near(outputs_and_grads(CENTRED(backend), tensors), want)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [3, 7])
+@pytest.mark.parametrize("channels", [32, 37, 300])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_many_tokens_and_channels(backend, packed, channels, width):
+    tensors = centred_inputs(seqlen=150, channels=channels, width=width)
+    rows = {"seq_idx": torch.arange(300).view(2, 150).div(70, rounding_mode="floor")} if packed else {}
+    want = outputs_and_grads(CENTRED("reference", **rows), tensors)
+    assert_near(outputs_and_grads(CENTRED(backend, **rows), tensors), want)
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("activation", [None, "silu", "swish"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])

@@ -2,6 +2,7 @@
 and what happens where there are none."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_cases import ALL, TOLERANCE, assert_near, cast, error, outputs_and_grads, packed_rows, usable
+from op_cases import ALL, TOLERANCE, assert_near, cast, error, outputs_and_grads, packed_rows, tensors_of, usable
 
 from hf_ssm.layers import Linear
 from hf_ssm.ops import backends, cpu, use_backend
@@ -72,6 +73,8 @@ def draw_layout(data, name: str, t: torch.Tensor):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_fuzzed_shapes_and_layouts(operator, data):
+    """No more than twice as far from the exact result as the worse of the other two backends: what is looked for here
+    is memory that is misread, and what hypothesis finds besides is unlucky rounding, which they share."""
     draw = data.draw
     sizes = {"batch": draw(st.integers(1, 3)), "seqlen": draw(st.sampled_from([1, 2, 17, 64, 65, 70]))}
     if operator.name.endswith("conv1d"):
@@ -91,18 +94,19 @@ def test_fuzzed_shapes_and_layouts(operator, data):
         ends = torch.tensor(lengths).cumsum(0)
         rows["seq_idx"] = torch.bucketize(torch.arange(sizes["seqlen"]), ends, right=True).expand(sizes["batch"], -1)
     exact = outputs_and_grads(operator("reference", **rows), cast(tensors, torch.float64))
-    reference = outputs_and_grads(operator("reference", **rows), tensors)
+    others = [outputs_and_grads(operator(name, **rows), tensors) for name in ("reference", "torch")]
+    limits = {
+        name: 2 * max(error(other[name], exact[name]) for other in others) + TOLERANCE[torch.float32] for name in exact
+    }
     layouts = {name: draw_layout(data, name, t) for name, t in tensors.items()}
 
     def call(**given):
         return operator("cpu", **rows)(**{name: layouts[name](t) for name, t in given.items()})
 
-    got = outputs_and_grads(call, tensors)
-    for name, want in exact.items():
-        limit = 2 * error(reference[name], want) if dtype != torch.float32 else 0
-        assert error(got[name], want) <= limit + TOLERANCE[torch.float32], name
-    at_once = call(**tensors)  # past autograd
-    assert torch.equal(at_once[0] if operator.causal else at_once, got["out"])
+    past_autograd = dict(zip(("out", "final_state"), tensors_of(call(**tensors)), strict=False))
+    for got in (outputs_and_grads(call, tensors), past_autograd):
+        for name in got:
+            assert error(got[name], exact[name]) <= limits[name], name
 
 
 @every_operator
@@ -217,12 +221,13 @@ def test_instruction_set_by_name():
         native.use("avx1024")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says which libraries are loaded")
 def test_shares_pytorchs_threads():
-    """One OpenMP runtime in the process: the kernels bring none, and find the one that torch has loaded."""
+    """The kernels find the OpenMP runtime that torch has loaded, and bring none of their own."""
     assert native.pool()
-    with open("/proc/self/maps") as maps:
-        ours = [line for line in maps if "omp" in line.rsplit("/", 1)[-1]]
-    assert len({line.split()[-1] for line in ours}) <= 1
+    libraries = run(SHOW + "; print(open('/proc/self/maps').read())").stdout
+    assert "on PyTorch's threads" in libraries
+    assert len(set(re.findall(r"/lib(?:g|i|)omp\S*", libraries))) == 1
 
 
 def test_without_the_kernels(monkeypatch):

@@ -96,9 +96,17 @@ def _selective_scan_cpu_backward(
     inputs = (x, dt, A, B, C, D, z, dt_bias, dt_softplus, starts, initial_state)
     grads = (d_x, d_dt, d_A, d_B, d_C, d_D, d_z, d_bias, d_state)
     kernels().selective_scan_backward(*inputs, d_out, d_final, checkpoints, *grads, torch.get_num_threads())
-    d_D, d_bias = (None if t is None else grad.sum(dim=0).to(t.dtype) for t, grad in ((D, d_D), (dt_bias, d_bias)))
-    grads = (d_x, d_dt, d_A.sum(dim=0).t().contiguous(), d_B, d_C, d_D, d_z, d_bias, d_state)
-    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)  # type: ignore[return-value]
+    return (
+        d_x,
+        d_dt,
+        d_A.sum(dim=0).t().contiguous(),
+        d_B,
+        d_C,
+        x.new_empty(0) if D is None else d_D.sum(dim=0).to(D.dtype),
+        x.new_empty(0) if d_z is None else d_z,
+        x.new_empty(0) if dt_bias is None else d_bias.sum(dim=0).to(dt_bias.dtype),
+        x.new_empty(0) if d_state is None else d_state,
+    )
 
 
 @_selective_scan_cpu_backward.register_fake

@@ -31,6 +31,22 @@ struct Linear {
   Tensor x, weight, bias, out;
 };
 
+// A short depthwise convolution; token t sees the inputs t - (width - 1 - ahead) ... t + ahead. Channels of x,
+// initial_state and out lie one behind the other.
+struct Conv1d {
+  Tensor x, weight, bias;
+  Tensor initial_state;  // (batch, width - 1 - ahead, channels) in x's dtype: the inputs before x
+  Tensor starts;         // (batch, seqlen) bool: a sequence of its own begins at this token
+  bool silu;
+  int64_t ahead;
+  Tensor out;
+};
+
+struct Conv1dBackward {
+  Conv1d forward;                         // out: its gradient
+  Tensor x, weight, bias, initial_state;  // gradients, each in the dtype of what it belongs to
+};
+
 // Tokens between the states that `Ssd` keeps for its backward pass, which recomputes those in between.
 constexpr int64_t ssd_checkpoint_tokens = 256;
 
@@ -81,16 +97,35 @@ struct QuasiseparableBackward {
   SsdScanGradients scan_forward, scan_backward;  // one A for both
 };
 
+// RMS norm of rows in groups of channels, with or without a gate; every tensor in its own dtype, channels one behind the
+// other.
+struct RmsNorm {
+  Tensor x, weight, gate;  // (..., channels), (channels,), (..., channels)
+  int64_t group_size;
+  bool norm_before_gate;
+  float eps;
+  Tensor out;
+};
+
+struct RmsNormBackward {
+  RmsNorm forward;         // out: its gradient
+  Tensor x, weight, gate;  // gradients, each in the dtype of what it belongs to
+};
+
 struct Kernels {
   const char* name;
   int lanes;
   void (*selective_scan)(const SelectiveScan&, int threads);
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
   void (*linear)(const Linear&, int threads);
+  void (*conv1d)(const Conv1d&, int threads);
+  void (*conv1d_backward)(const Conv1dBackward&, int threads);
   void (*ssd)(const Ssd&, int threads);
   void (*ssd_backward)(const SsdBackward&, int threads);
   void (*quasiseparable)(const Quasiseparable&, int threads);
   void (*quasiseparable_backward)(const QuasiseparableBackward&, int threads);
+  void (*rms_norm)(const RmsNorm&, int threads);
+  void (*rms_norm_backward)(const RmsNormBackward&, int threads);
 };
 
 extern const Kernels kernels_plain;  // what every machine of this architecture has

@@ -153,6 +153,19 @@ void read(Linear& call, Arguments& arguments) {
   for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.out}) *tensor = arguments.tensor();
 }
 
+void read(Conv1d& call, Arguments& arguments) {
+  for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.initial_state, &call.starts})
+    *tensor = arguments.tensor();
+  call.silu = arguments.flag();
+  call.ahead = arguments.integer();
+  call.out = arguments.tensor();
+}
+
+void read(Conv1dBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  for (Tensor* tensor : {&call.x, &call.weight, &call.bias, &call.initial_state}) *tensor = arguments.tensor();
+}
+
 void read(SsdScan& scan, Arguments& arguments) {
   for (Tensor* tensor : {&scan.x, &scan.dt, &scan.A, &scan.B, &scan.C, &scan.dt_bias}) *tensor = arguments.tensor();
   scan.dt_softplus = arguments.flag();
@@ -198,6 +211,19 @@ void read(QuasiseparableBackward& call, Arguments& arguments) {
   backward.A = forward.A;
 }
 
+void read(RmsNorm& call, Arguments& arguments) {
+  for (Tensor* tensor : {&call.x, &call.weight, &call.gate}) *tensor = arguments.tensor();
+  call.group_size = arguments.integer();
+  call.norm_before_gate = arguments.flag();
+  call.eps = arguments.number();
+  call.out = arguments.tensor();
+}
+
+void read(RmsNormBackward& call, Arguments& arguments) {
+  read(call.forward, arguments);
+  for (Tensor* tensor : {&call.x, &call.weight, &call.gate}) *tensor = arguments.tensor();
+}
+
 // --- set-up ---
 
 const Kernels* const tables[] = {
@@ -215,7 +241,7 @@ bool machine_has(const Kernels* table) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
   if (table == &kernels_avx2)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and with AVX2 comes F16C
 #endif
   return true;
 }
@@ -294,11 +320,15 @@ PyMethodDef methods[] = {
     {"selective_scan_backward", as_method(run<SelectiveScanBackward, &Kernels::selective_scan_backward, read>),
      METH_FASTCALL, nullptr},
     {"linear", as_method(run<Linear, &Kernels::linear, read>), METH_FASTCALL, nullptr},
+    {"conv1d", as_method(run<Conv1d, &Kernels::conv1d, read>), METH_FASTCALL, nullptr},
+    {"conv1d_backward", as_method(run<Conv1dBackward, &Kernels::conv1d_backward, read>), METH_FASTCALL, nullptr},
     {"ssd", as_method(run<Ssd, &Kernels::ssd, read>), METH_FASTCALL, nullptr},
     {"ssd_backward", as_method(run<SsdBackward, &Kernels::ssd_backward, read>), METH_FASTCALL, nullptr},
     {"quasiseparable", as_method(run<Quasiseparable, &Kernels::quasiseparable, read>), METH_FASTCALL, nullptr},
     {"quasiseparable_backward", as_method(run<QuasiseparableBackward, &Kernels::quasiseparable_backward, read>),
      METH_FASTCALL, nullptr},
+    {"rms_norm", as_method(run<RmsNorm, &Kernels::rms_norm, read>), METH_FASTCALL, nullptr},
+    {"rms_norm_backward", as_method(run<RmsNormBackward, &Kernels::rms_norm_backward, read>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

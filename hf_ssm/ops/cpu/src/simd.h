@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <initializer_list>
 #if defined(__AVX512F__) || defined(__F16C__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC's own intrinsics
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #include "tensor.h"
