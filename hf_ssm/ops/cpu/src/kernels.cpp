@@ -7,6 +7,7 @@
 #include "rms_norm.h"
 #include "selective_scan.h"
 #include "ssd.h"
+#include "ssd_backward.h"
 
 #define HF_SSM_JOIN(a, b) a##b
 #define HF_SSM_TABLE(isa) HF_SSM_JOIN(kernels_, isa)

@@ -1,7 +1,7 @@
 // Hydra's mixer (arXiv:2407.09941): two of Mamba-2's scans from either end of a row, each read one token later, and a
 // diagonal. The backward direction is a scan over tensors whose tokens lie the other way round.
 #pragma once
-#include "ssd.h"
+#include "ssd_backward.h"
 
 namespace hf_ssm {
 namespace HF_SSM_ISA {
@@ -51,11 +51,11 @@ inline void quasiseparable(const Quasiseparable& call, int threads) {
     alignas(64) float read[ssd_run][block_columns];  // by the next token
     for (int64_t next; begin < end; begin = next) {
       next = shape.run_end(begin, end);
-      auto scan_direction = [&](const SsdScan& scan, const Tensor& checkpoints, auto&& put) {
+      auto scan_direction = [&](const SsdScan& scan, const Tensor& checkpoints, const Tensor& out, auto&& put) {
         for (int64_t i = 0; i < ssd_run * state_size; ++i) states[i] = 0;
         for (auto& row : read)
           for (float& value : row) value = 0;
-        scan_items(scan, shape, begin, next, states, BC, checkpoints,
+        scan_items(scan, shape, begin, next, states, BC, checkpoints, out,
                    [&](int64_t i, const SsdItem& item, int64_t first, int64_t tokens, const SsdTile& tile) {
                      for (int64_t t = 0; t < tokens; ++t) {
                        if (restarts(scan, item.batch, first + t))
@@ -66,7 +66,7 @@ inline void quasiseparable(const Quasiseparable& call, int threads) {
                      }
                    });
       };
-      scan_direction(call.forward, call.before,
+      scan_direction(call.forward, call.before, Tensor{},
                      [&](int64_t i, const SsdItem& item, int64_t t, const float* earlier, const float* x) {
                        const Tensor& diagonal = call.diagonal;
                        const float weight =
@@ -77,7 +77,7 @@ inline void quasiseparable(const Quasiseparable& call, int threads) {
                          store(sum + p, diagonal ? v + load(x + p) * weight : v);
                        }
                      });
-      scan_direction(reversed.scan, call.behind,
+      scan_direction(reversed.scan, call.behind, reversed_out.tensor,
                      [&](int64_t i, const SsdItem& item, int64_t t, const float* later, const float*) {
                        float* sum = sums + ((shape.seqlen - 1 - t) * ssd_run + i) * block_columns;
                        for (int p = 0; p < block_columns; p += lanes) store(sum + p, load(sum + p) + load(later + p));
