@@ -122,6 +122,16 @@ def test_any_number_of_threads_and_the_same_bits_again(threads, operator, count)
 
 
 @every_operator
+def test_sequences_across_the_states_that_are_kept(operator):
+    """Backward recomputes from states that forward kept, of ssd every 256 tokens: sequences end there and elsewhere."""
+    tensors = cast(operator.inputs(seqlen=530), torch.float32)
+    ends = torch.tensor([[200, 256, 257, 400], [10, 300, 512, 529]])
+    seq_idx = torch.searchsorted(ends, torch.arange(530).expand(2, -1).contiguous(), right=True)
+    want = outputs_and_grads(operator("reference", seq_idx=seq_idx), cast(tensors, torch.float64))
+    assert_near(outputs_and_grads(operator("cpu", seq_idx=seq_idx), tensors), want)
+
+
+@every_operator
 def test_from_several_python_threads_at_once(operator):
     from concurrent.futures import ThreadPoolExecutor
 
