@@ -67,7 +67,8 @@ def backends() -> list[str]:
 
 
 def on(backend: str | None):
-    return nullcontext() if backend is None else use_backend(backend)
+    """Run on a backend; the native kernels have no float64, so they are not forced but first choice where they can."""
+    return nullcontext() if backend in (None, "cpu") else use_backend(backend)
 
 
 def tiny_config(model_type: str, **changes):

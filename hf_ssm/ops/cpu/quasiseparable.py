@@ -102,8 +102,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, d_out, *_):
     if d_out is None:
         return (None,) * 10
-    *grads, d_diagonal = _quasiseparable_cpu_backward(d_out, *ctx.saved_tensors)
-    return *grads, None if ctx.saved_tensors[8] is None else d_diagonal, None
+    saved = ctx.saved_tensors  # once: under gradient checkpointing, asking computes them again
+    *grads, d_diagonal = _quasiseparable_cpu_backward(d_out, *saved)
+    return *grads, None if saved[8] is None else d_diagonal, None
 
 
 _quasiseparable_cpu.register_autograd(_backward, setup_context=_setup_context)
