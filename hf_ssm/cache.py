@@ -679,6 +679,8 @@ def check_states(
 ) -> None:
     """Refuse states of another batch size or another model; shapes as `RecurrentCache.states` gives them."""
     for name, state, expected in zip(("convolution", "scan"), states, (conv_shape, ssm_shape), strict=True):
+        if state.shape == expected and state.device == device:
+            continue
         if state.shape[0] != expected[0]:
             raise ValueError(
                 f"past_key_values holds {state.shape[0]} rows and the input has {expected[0]}: use one cache per "
@@ -689,8 +691,7 @@ def check_states(
                 f"past_key_values: the {name} state has shape {tuple(state.shape)}, this model's is {expected}: "
                 "it belongs to another model"
             )
-        if state.device != device:
-            raise ValueError(f"past_key_values is on {state.device}, the input is on {device}: move one of them")
+        raise ValueError(f"past_key_values is on {state.device}, the input is on {device}: move one of them")
 
 
 __all__ = [

@@ -115,8 +115,8 @@ def use_backend(*names: str) -> Iterator[None]:
 
 
 def allows(name: str) -> bool:
-    """Whether backend `name` may run: none is forced, or it is."""
-    return not _forced or name in _forced
+    """Whether backend `name` may run without `choose` being asked: none is forced, or it before all others."""
+    return not _forced or _forced[0] == name
 
 
 def choose(call: Call, backend: str | None = None) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ from .rows import (
     take_tokens,
 )
 
+_ACTIVATIONS = (None, "silu", "swish")
+
 
 def causal_conv1d(
     x: Tensor,
@@ -59,6 +61,10 @@ def causal_conv1d(
     Raises:
         ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
+    if cpu.is_step(x, initial_state, seq_idx, mask, backend) and activation in _ACTIVATIONS:
+        results = cpu.step("conv1d", x, weight, bias, initial_state, activation is not None)
+        if results is not None:
+            return results
     _check("causal_conv1d", x, weight, bias, activation, initial_state, seq_idx, mask)
     batch, seqlen, channels = x.shape
     width = weight.shape[1]
@@ -361,7 +367,7 @@ def _check(name, x, weight, bias, activation, initial_state, seq_idx, mask) -> N
         )
     if bias is not None:
         check_shape(name, "bias", bias, (x.shape[2],), "(channels,)")
-    if activation not in (None, "silu", "swish"):
+    if activation not in _ACTIVATIONS:
         raise ValueError(f"{name}: activation={activation!r}, expected None, 'silu' or 'swish'")
     if initial_state is not None and (
         initial_state.ndim != 3

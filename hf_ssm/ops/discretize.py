@@ -7,12 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cpu
+
 NO_LIMIT = (-float("inf"), float("inf"))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of states, decays and sums: float32, or float64 for float64 inputs."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def decay_rates(A_log: Tensor) -> Tensor:
+    """A = -exp(A_log), which the models learn by its logarithm; in float32 (float64 for float64).
+    Source: arXiv:2312.00752, section 3.6, and its code."""
+    A = cpu.step("decay_rates", A_log)
+    return torch.exp(A_log.to(compute_dtype(A_log))).neg() if A is None else A
 
 
 def step_size(

@@ -31,6 +31,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, backend: str | None = Non
     Raises:
         ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
+    if backend in (None, "cpu"):
+        out = cpu.step("rms_norm", x, weight, None, x.shape[-1] if x.ndim else 0, False, eps, True)
+        if out is not None:
+            return out
     _check("rms_norm", x, weight)
     run = choose(Call("rms_norm", x.device.type, x.dtype), backend)
     return run(x, weight, eps)
@@ -65,9 +69,13 @@ def gated_rms_norm(
     Raises:
         ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
+    group_size = weight.numel() if group_size is None else group_size
+    if backend in (None, "cpu"):
+        out = cpu.step("rms_norm", x, weight, gate, group_size, norm_before_gate, eps, False)
+        if out is not None:
+            return out
     _check("gated_rms_norm", x, weight)
     channels = weight.shape[0]
-    group_size = channels if group_size is None else group_size
     if group_size < 1 or channels % group_size:
         raise ValueError(f"gated_rms_norm: group_size={group_size} does not divide channels={channels} (weight)")
     if gate is not None and gate.shape != x.shape:

@@ -62,6 +62,10 @@ def selective_scan(
     Raises:
         ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
+    if cpu.is_step(x, initial_state, seq_idx, mask, backend):
+        results = cpu.step("selective_scan", x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state)
+        if results is not None:
+            return results
     _check(x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, mask)
     if B.ndim == 3:
         B = B.unsqueeze(2)

@@ -64,6 +64,10 @@ def ssd(
     Raises:
         ValueError for shapes that disagree; UnsupportedByBackend, BackendUnavailable for a backend asked for by name.
     """
+    if cpu.is_step(x, initial_state, seq_idx, mask, backend) and chunk_size > 0:
+        results = cpu.step("ssd", x, dt, A, B, C, D, z, dt_bias, dt_softplus, *dt_limit, initial_state)
+        if results is not None:
+            return results
     dt_limit = (float(dt_limit[0]), float(dt_limit[1]))
     _check(x, dt, A, B, C, D, z, dt_bias, dt_limit, chunk_size, initial_state, seq_idx, mask)
     dtype = compute_dtype(x)

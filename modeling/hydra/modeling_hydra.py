@@ -31,7 +31,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from hf_ssm.layers import CentredConv1d, GatedRMSNorm, LayerNorm, log_uniform_time_step_bias
 from hf_ssm.ops import quasiseparable
-from hf_ssm.ops.discretize import compute_dtype
+from hf_ssm.ops.discretize import compute_dtype, decay_rates
 from hf_ssm.ops.rows import one_of
 from hf_ssm.pretrained import (
     SSMPreTrainedModel,
@@ -82,7 +82,7 @@ class HydraMixer(nn.Module):
             x.unflatten(-1, (-1, self.head_dim)),
             dt_forward,
             dt_backward,
-            -torch.exp(self.A_log.to(compute_dtype(self.A_log))),
+            decay_rates(self.A_log),
             B_forward,
             C_forward,
             B_backward,

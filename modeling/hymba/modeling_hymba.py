@@ -31,7 +31,7 @@ from hf_ssm.decoder import (
 from hf_ssm.layers import CausalConv1d, Linear, RMSNorm, log_uniform_time_step_bias
 from hf_ssm.ops import selective_scan
 from hf_ssm.ops.attention import Pattern, Places, attend
-from hf_ssm.ops.discretize import compute_dtype
+from hf_ssm.ops.discretize import compute_dtype, decay_rates
 from hf_ssm.ops.rows import fill_padding, sequence_starts, take_tokens
 from hf_ssm.pretrained import (
     SSMPreTrainedModel,
@@ -168,7 +168,7 @@ class HymbaMixer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """u (b, s, hidden_size) -> the same, both states, the keys and values attended to, and the weights. `key` and
         `value` are those of another layer, if it does not own keys."""
-        query, *own, x, gate = self.in_proj(u).split(self.in_proj_sizes, dim=-1)
+        query, *own, x, gate = self.in_proj(u).split_with_sizes(self.in_proj_sizes, dim=-1)
         attention = self.self_attn
         if self.owns_keys:
             key = attention.prepare(own[0], attention.k_norm, rotation)
@@ -186,14 +186,14 @@ class HymbaMixer(nn.Module):
     def mix(self, x, gate, conv_state, ssm_state, seq_idx, mask) -> tuple[Tensor, Tensor, Tensor]:
         """x (b, s, d), gate (b, s, d) or None -> the gated output of the scan (b, s, d) and both states."""
         x, conv_state = self.conv1d(x, conv_state, seq_idx, mask)
-        dt, B, C = self.x_proj[0](x).split(self.x_proj_sizes, dim=-1)
+        dt, B, C = self.x_proj[0](x).split_with_sizes(self.x_proj_sizes, dim=-1)
         if self.inner_norms:
             dt, B, C = self.dt_layernorm(dt), self.B_layernorm(B), self.C_layernorm(C)
         A_log = self.A_log()
         y, ssm_state = selective_scan(
             x,
             self.dt_proj[0](dt),
-            -torch.exp(A_log.to(compute_dtype(A_log))),
+            decay_rates(A_log),
             B,
             C,
             self.D(),

@@ -21,6 +21,7 @@ from hf_ssm.decoder import (
 )
 from hf_ssm.layers import CausalConv1d, Linear, log_uniform_time_step_bias
 from hf_ssm.ops import selective_scan
+from hf_ssm.ops.discretize import decay_rates
 
 from .configuration_mamba import MambaConfig
 
@@ -64,11 +65,11 @@ class MambaMixer(nn.Module):
     def mix(self, x, z, conv_state, ssm_state, seq_idx, mask) -> tuple[Tensor, Tensor, Tensor]:
         """x (b, l, d), z (b, l, d) or None -> the gated output of the scan (b, l, d) and both states."""
         x, conv_state = self.conv1d(x, conv_state, seq_idx, mask)
-        dt, B, C = self.x_proj(x).split(self.x_proj_sizes, dim=-1)
+        dt, B, C = self.x_proj(x).split_with_sizes(self.x_proj_sizes, dim=-1)
         y, ssm_state = selective_scan(
             x,
             self.dt_proj(dt),
-            -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))),
+            decay_rates(self.A_log),
             B,
             C,
             self.D,

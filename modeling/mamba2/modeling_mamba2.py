@@ -21,6 +21,7 @@ from hf_ssm.decoder import (
 )
 from hf_ssm.layers import CausalConv1d, GatedRMSNorm, Linear, log_uniform_time_step_bias
 from hf_ssm.ops import ssd
+from hf_ssm.ops.discretize import decay_rates
 
 from .configuration_mamba2 import Mamba2Config
 
@@ -66,7 +67,7 @@ class Mamba2Mixer(nn.Module):
         record: Callable[[Replay], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """u (b, l, hidden_size) and the states before -> the same after; see `hf_ssm.decoder`."""
-        z, xBC, dt = self.in_proj(u).split(self.in_proj_sizes, dim=-1)
+        z, xBC, dt = self.in_proj(u).split_with_sizes(self.in_proj_sizes, dim=-1)
         gate = z if self.norm is None else None
         y, *states = self.mix(xBC, dt, gate, conv_state, ssm_state, seq_idx, mask)
         if record is not None:
@@ -78,11 +79,11 @@ class Mamba2Mixer(nn.Module):
     def mix(self, xBC, dt, z, conv_state, ssm_state, seq_idx, mask) -> tuple[Tensor, Tensor, Tensor]:
         """xBC (b, l, h p + 2 g n), dt (b, l, h), z (b, l, h p) or None -> the scan's output (b, l, h p) and states."""
         xBC, conv_state = self.conv1d(xBC, conv_state, seq_idx, mask)
-        x, B, C = xBC.split(self.xBC_sizes, dim=-1)
+        x, B, C = xBC.split_with_sizes(self.xBC_sizes, dim=-1)
         y, ssm_state = ssd(
             x.unflatten(-1, (-1, self.head_dim)),
             dt,
-            -torch.exp(self.A_log.to(torch.promote_types(self.A_log.dtype, torch.float32))),
+            decay_rates(self.A_log),
             B.unflatten(-1, (self.ngroups, -1)),
             C.unflatten(-1, (self.ngroups, -1)),
             self.D if self.D.shape == self.A_log.shape else self.D.view(-1, self.head_dim),

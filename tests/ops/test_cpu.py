@@ -1,6 +1,7 @@
 """The native kernels themselves: every instruction set, any memory layout, any number of threads, the same bits again;
 and what happens where there are none."""
 
+import math
 import os
 import re
 import subprocess
@@ -10,11 +11,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_cases import ALL, TOLERANCE, assert_near, cast, error, outputs_and_grads, packed_rows, tensors_of, usable
+from op_cases import (
+    ALL,
+    CAUSAL,
+    CONV,
+    TOLERANCE,
+    assert_near,
+    cast,
+    error,
+    outputs_and_grads,
+    packed_rows,
+    tensors_of,
+    usable,
+)
 
 from hf_ssm.layers import Linear
 from hf_ssm.ops import backends, cpu, use_backend
 from hf_ssm.ops.cpu import linear as few_rows
+from hf_ssm.ops.discretize import decay_rates
 
 native = cpu.kernels()
 pytestmark = pytest.mark.skipif(native is None, reason=cpu.NOT_BUILT)
@@ -163,7 +177,8 @@ def test_linear(instruction_set, inputs, outputs, bias, dtype):
         plain = torch.nn.functional.linear(x, layer.weight, layer.bias)
         got = layer(x)
         assert got.dtype == dtype and got.shape == plain.shape
-        assert few_rows.takes(x, layer.weight, layer.bias) == (x.numel() <= 4 * inputs)
+        taken = few_rows.linear(x, layer.weight, layer.bias)
+        assert (taken is not None) == (0 < x.numel() <= 4 * inputs)
         assert error(got, want) <= 2 * error(plain, want) + TOLERANCE[torch.float32]
 
 
@@ -184,23 +199,144 @@ def test_linear_leaves_the_rest_to_pytorch():
     """Gradients, other dtypes, weights of a kind of their own, autocast, another backend by name."""
     layer = Linear(8, 4)
     x = torch.randn(1, 8)
-    assert not few_rows.takes(x, layer.weight, layer.bias)
+    assert few_rows.linear(x, layer.weight, layer.bias) is None
     assert layer(x).requires_grad
     layer.requires_grad_(False)
-    assert few_rows.takes(x, layer.weight, layer.bias)
-    assert not few_rows.takes(x.clone().requires_grad_(), layer.weight, layer.bias)
-    assert not few_rows.takes(x.double(), layer.weight.double(), layer.bias.double())
-    assert not few_rows.takes(x.bfloat16(), layer.weight, layer.bias)
-    assert not few_rows.takes(x, torch.randn(8, 4).t(), layer.bias)
-    assert not few_rows.takes(x, layer.weight.detach().as_subclass(Marked), layer.bias)
-    assert not few_rows.takes(x.to("meta"), layer.weight.to("meta"), None)
+    assert few_rows.linear(x, layer.weight, layer.bias) is not None
+    assert few_rows.linear(x.clone().requires_grad_(), layer.weight, layer.bias) is None
+    assert few_rows.linear(x.double(), layer.weight.double(), layer.bias.double()) is None
+    assert few_rows.linear(x.bfloat16(), layer.weight, layer.bias) is None
+    assert few_rows.linear(x, torch.randn(8, 4).t(), layer.bias) is None
+    assert few_rows.linear(x, layer.weight.detach().as_subclass(Marked), layer.bias) is None
+    assert few_rows.linear(x.to("meta"), layer.weight.to("meta"), None) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     with use_backend("torch"):
-        assert not few_rows.takes(x, layer.weight, layer.bias)
+        assert few_rows.linear(x, layer.weight, layer.bias) is None
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.randn(1, 7))
     assert torch.func.vmap(layer)(torch.randn(3, 1, 8)).shape == (3, 1, 4)
+
+
+# --- steps: kernels that make their own results -------------------------------------------------------------------
+
+
+def step_inputs(operator, **sizes) -> tuple[dict, tuple]:
+    """One token of `operator`, and its arguments as its step takes them."""
+    tensors = operator.inputs(seqlen=1, **sizes)
+    get = tensors.get
+    if operator.name == "causal_conv1d":
+        return tensors, ("conv1d", tensors["x"], tensors["weight"], get("bias"), tensors["initial_state"], True)
+    scan = *(tensors[name] for name in ("x", "dt", "A", "B", "C")), get("D"), get("z"), get("dt_bias"), True
+    limits = (0.0, float("inf")) if operator.name == "ssd" else ()
+    return tensors, (operator.name, *scan, *limits, tensors["initial_state"])
+
+
+def in_dtype(arguments: tuple, dtype: torch.dtype) -> tuple:
+    """What a model in `dtype` gives to a step: A and, but for a convolution's, the state are float32."""
+    name, *values = arguments
+    single = {2, len(values) - 1} if name != "conv1d" else set()
+    kinds = [torch.float32 if i in single else dtype for i in range(len(values))]
+    return name, *(v.to(kind) if torch.is_tensor(v) else v for v, kind in zip(values, kinds, strict=True))
+
+
+@every_set
+@pytest.mark.parametrize("operator", CAUSAL, ids=lambda operator: operator.name)
+@pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
+@pytest.mark.parametrize("parts", ["all", "few"])
+def test_step_is_its_operator(instruction_set, operator, dtype, parts):
+    optional = {name: parts == "all" for name in ("bias", "z", "dt_bias") if name in operator.inputs()}
+    if "D" in operator.inputs():
+        optional["D"] = ("channel" if parts == "all" else "head") if operator.name == "ssd" else parts == "all"
+    tensors, arguments = step_inputs(operator, **optional)
+    arguments = in_dtype(arguments, dtype)
+    given = cast(tensors, dtype)
+    for name in ("A", "initial_state") if operator.name != "causal_conv1d" else ():
+        given[name] = tensors[name].to(torch.float32)
+    exact = operator("reference")(**cast(given, torch.float64))
+    reference = operator("reference")(**given)
+    results = cpu.step(*arguments)
+    assert results is not None
+    for got, plain, want in zip(results, reference, exact, strict=True):
+        assert got.dtype == plain.dtype and got.shape == plain.shape
+        assert error(got, want) <= 2 * error(plain, want) + TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("operator", CAUSAL, ids=lambda operator: operator.name)
+def test_step_takes_the_layouts_that_models_have(operator):
+    """Parts of a projection's output, a row of a batch, the states of a cache (channels before tokens)."""
+    _, arguments = step_inputs(operator, batch=3)
+    name, *values = in_dtype(arguments, torch.float32)
+    want = cpu.step(name, *values)
+    last = len(values) - 1
+
+    def laid_out(i, t):
+        if not torch.is_tensor(t):
+            return t
+        if name == "conv1d" and i in (0, 3):  # channels one behind the other, rows anywhere
+            return torch.cat([t, t], dim=-1)[..., : t.shape[-1]]
+        if i == last:
+            return t.transpose(1, 2).contiguous().transpose(1, 2)
+        return torch.stack([t, t], dim=-1)[..., 0]
+
+    got = cpu.step(name, *(laid_out(i, t) for i, t in enumerate(values)))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("operator", CAUSAL, ids=lambda operator: operator.name)
+def test_step_leaves_the_extraordinary_alone(operator):
+    _, arguments = step_inputs(operator)
+    name, *values = in_dtype(arguments, torch.float32)
+
+    def refuses(change, *which: int) -> bool:
+        changed = [change(v) if torch.is_tensor(v) and (not which or i in which) else v for i, v in enumerate(values)]
+        return cpu.step(name, *changed) is None
+
+    assert cpu.step(name, *values) is not None
+    assert refuses(lambda t: t.clone().requires_grad_())
+    with torch.no_grad():
+        assert not refuses(lambda t: t.clone().requires_grad_())
+    assert refuses(torch.Tensor.double)
+    assert refuses(torch.Tensor.int)
+    assert refuses(lambda t: t.to("meta"))
+    assert refuses(lambda t: t.as_subclass(Marked))
+    for i, value in enumerate(values):
+        if torch.is_tensor(value):  # one element too few or one axis too many
+            axis = 0 if (name, i) == ("conv1d", 1) else -1  # a convolution may be shorter
+            assert refuses(lambda t, axis=axis: t.narrow(axis, 0, t.shape[axis] - 1), i), i
+            assert refuses(lambda t: t[None], i), i
+    assert refuses(lambda t: t.repeat_interleave(2, dim=1), 0)  # two tokens
+    assert refuses(lambda t: t[:0], 0, len(values) - 1)  # no rows
+    with use_backend("torch"):
+        assert refuses(torch.Tensor.clone)
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert refuses(lambda t: t)
+
+
+def test_step_refusal_gives_the_operators_own_message():
+    tensors = {name: t.float() for name, t in CONV.inputs(seqlen=1).items()}
+    with pytest.raises(ValueError, match="activation='relu', expected None, 'silu' or 'swish'"):
+        CONV.function(**tensors, activation="relu")
+    tensors["weight"] = tensors["weight"][:-1]
+    with pytest.raises(ValueError, match=r"weight has shape \(5, 4\)"):
+        CONV.function(**tensors)
+
+
+@every_set
+@pytest.mark.parametrize("dtype", cpu.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7,), (16,), (5, 13), (1536, 16)], ids=str)
+def test_decay_rates(instruction_set, shape, dtype):
+    torch.manual_seed(0)
+    A_log = (4 * torch.randn(shape)).to(dtype)
+    got = decay_rates(A_log)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, -torch.exp(A_log.double()).float(), rtol=3e-7, atol=0)
+    special = decay_rates(torch.tensor([0.0, -math.inf, 200.0, math.nan]))
+    torch.testing.assert_close(special, torch.tensor([-1.0, -0.0, -math.inf, math.nan]), equal_nan=True)
+    assert decay_rates(A_log.clone().requires_grad_()).requires_grad
+    assert decay_rates(A_log.double()).dtype == torch.float64
+    torch.testing.assert_close(decay_rates(A_log.expand(2, *shape)), got.expand(2, *shape))
 
 
 # --- set-up --------------------------------------------------------------------------------------------------------
@@ -246,7 +382,7 @@ def test_without_the_kernels(monkeypatch):
         backends._choose_row.cache_clear()
 
 
-@pytest.mark.parametrize("arguments", [(), (1,), (None,) * 5], ids=["too few", "no tensor", "too many"])
+@pytest.mark.parametrize("arguments", [(), (1,), (None,) * 15], ids=["too few", "no tensor", "too many"])
 def test_wrong_arguments_are_python_errors(arguments):
     with pytest.raises((TypeError, RuntimeError)):
-        native.linear(*arguments)
+        native.selective_scan(*arguments)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import Backend, Call
+from ..backends import Backend, Call, allows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,7 +34,8 @@ def kernels() -> Any:
     except ImportError:
         return None
     library = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
-    _native.set_up(Tensor, str(Path(torch.__file__).parent / "lib" / library))
+    library_path = Path(torch.__file__).parent / "lib" / library
+    _native.set_up(Tensor, torch.nn.Parameter, {"dtype": torch.float32}, str(library_path))
     if wanted := os.environ.get("HF_SSM_CPU"):
         available = _native.instruction_sets()
         if wanted not in available:
@@ -83,6 +84,30 @@ def at_once(*tensors: Tensor | None) -> bool:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_step(
+    x: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, backend: str | None
+) -> bool:
+    """Whether a call decodes one token of plain rows, so that `step` should be tried."""
+    return x.shape[1:2] == (1,) and initial_state is not None and seq_idx is mask is None and backend in (None, "cpu")
+
+
+def step(operator: str, *inputs: Any) -> Any:
+    """The results of an operator's `_step` kernel, called past PyTorch's dispatcher and past our own checks: what a
+    decoded token can afford. None where the call is out of the ordinary and has to go the ordinary way: something is
+    traced, a gradient is wanted, another backend is asked for, a tensor is of a subclass, on another device, of
+    another dtype or shape than the kernel expects."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not allows("cpu")
+        or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs))
+    ):
+        return None
+    native = kernels()
+    return None if native is None else getattr(native, operator + "_step")(*inputs, torch.get_num_threads())
 
 
 def single(t: Any) -> Any:

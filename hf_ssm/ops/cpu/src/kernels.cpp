@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "causal_conv1d.h"
+#include "decay_rates.h"
 #include "linear.h"
 #include "quasiseparable.h"
 #include "rms_norm.h"
@@ -22,6 +23,7 @@ extern const Kernels HF_SSM_TABLE(HF_SSM_ISA) = {
     HF_SSM_ISA::selective_scan,
     HF_SSM_ISA::selective_scan_backward,
     HF_SSM_ISA::linear,
+    HF_SSM_ISA::decay_rates,
     HF_SSM_ISA::conv1d,
     HF_SSM_ISA::conv1d_backward,
     HF_SSM_ISA::ssd,

@@ -31,6 +31,12 @@ struct Linear {
   Tensor x, weight, bias, out;
 };
 
+// out = -exp(A_log), both contiguous, out in float32.
+struct DecayRates {
+  int64_t count;
+  Tensor A_log, out;
+};
+
 // A short depthwise convolution; token t sees the inputs t - (width - 1 - ahead) ... t + ahead. Channels of x,
 // initial_state and out lie one behind the other.
 struct Conv1d {
@@ -118,6 +124,7 @@ struct Kernels {
   void (*selective_scan)(const SelectiveScan&, int threads);
   void (*selective_scan_backward)(const SelectiveScanBackward&, int threads);
   void (*linear)(const Linear&, int threads);
+  void (*decay_rates)(const DecayRates&, int threads);
   void (*conv1d)(const Conv1d&, int threads);
   void (*conv1d_backward)(const Conv1dBackward&, int threads);
   void (*ssd)(const Ssd&, int threads);
