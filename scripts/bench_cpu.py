@@ -63,12 +63,14 @@ def theirs(name: str, dtype: torch.dtype) -> nn.Module | None:
 
 
 def matrix_products(model: nn.Module, tokens: int, training: bool) -> Job:
-    """Every linear layer of the model, one after the other, on random inputs; lm_head on one token unless training."""
+    """Every linear layer of the model, one after the other, on random inputs of as many tokens, and of Hymba's meta
+    tokens, which pass through the same layers; lm_head on one token unless training."""
     work = []
+    meta = getattr(model.config, "num_memory_tokens", 0)
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
-        rows = 1 if name == "lm_head" and not training else tokens
+        rows = tokens + meta if name != "lm_head" else tokens if training else 1
         weight = layer.weight.detach()
         x = torch.randn(rows, weight.shape[1]).to(weight.dtype)
         work.append((x, weight, torch.randn(rows, weight.shape[0]).to(weight.dtype)))

@@ -98,18 +98,41 @@ def test_every_query_sees_its_keys(implementation, name, count, window):
     compare(got, one_by_one(query, key, value, rows, count, window), rows, count, TOLERANCE[torch.float64])
 
 
+@pytest.mark.parametrize("by", ["sdpa", "matrix products"])
 @pytest.mark.parametrize("window", [None, 2, 5, 30])
 @pytest.mark.parametrize("count", [5, 12, 29])
-def test_blocks_of_queries_change_nothing(monkeypatch, window, count):
+def test_blocks_of_queries_change_nothing(monkeypatch, window, count, by):
     monkeypatch.setattr(attention, "_BLOCK", 4)
+    monkeypatch.setattr(attention, "_QUERIES", 4)
+    if by == "sdpa":
+        monkeypatch.setattr(attention, "_SCORES", 0)
     rows = ["AAA" + "a" * 26] * 2
     query, key, value = tensors(2, count, 29)
     pattern = pattern_of(rows, count, window)
-    assert len(pattern.blocks) == -(-count // 4)
+    assert len(pattern.blocks(4)) == -(-count // 4)
     got, _ = attend(Module(), query, key, value, pattern, "sdpa")
     compare(got, one_by_one(query, key, value, rows, count, window), rows, count, TOLERANCE[torch.float64])
     if window == 2 and count == 29:  # 3 meta tokens, 2 tokens before a block, 4 in it
-        assert max(len(block.keys) for block in pattern.blocks) <= 9
+        assert max(len(block.keys) for block in pattern.blocks(4) if torch.is_tensor(block.keys)) <= 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_on_a_cpu(monkeypatch, dtype):
+    """By matrix products, unless a gradient is wanted; no further from the exact result than the definition is when it
+    runs in that dtype."""
+    rows = ["AAA" + "a" * 90, "..AAA" + "a" * 40 + "b" * 48]
+    exact = tensors(2, 80, 93)
+    given = [t.to(dtype) for t in exact]
+    pattern = pattern_of(rows, 80, 20)
+    want, _ = attend(Module(), *(t.double() for t in given), pattern, "eager")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    got, _ = attend(Module(), *given, pattern, "sdpa")
+    plain, _ = attend(Module(), *given, pattern, "eager")
+    assert got.dtype == dtype
+    assert error(got, want) <= error(plain, want) + 1e-6
+    monkeypatch.undo()
+    with_gradient = [t.clone().requires_grad_() for t in given]
+    assert attend(Module(), *with_gradient, pattern, "sdpa")[0].requires_grad
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -309,7 +332,7 @@ def test_flash_attention_merges_to_the_definition(monkeypatch, version, name, co
 @settings(max_examples=40)
 @given(rows=random_rows(), window=st.sampled_from([None, 1, 2, 4]), data=st.data())
 def test_any_rows(rows, window, data):
-    """eager, sdpa in blocks, and flash-attn agree with the definition."""
+    """eager, sdpa in blocks, matrix products in blocks, and flash-attn agree with the definition."""
     total = len(rows[0])
     count = data.draw(st.integers(1, total), label="queries")
     query, key, value = tensors(len(rows), count, total)
@@ -319,7 +342,11 @@ def test_any_rows(rows, window, data):
         install(patch, torch.float64)
         patch.setattr(flash, "_DTYPES", (torch.float64,))
         patch.setattr(attention, "_BLOCK", 3)
-        for implementation in ("eager", "sdpa", *FLASH):
+        patch.setattr(attention, "_QUERIES", 3)
+        for implementation in ("eager", "sdpa", "sdpa alone", *FLASH):
+            if implementation == "sdpa alone":
+                patch.setattr(attention, "_SCORES", 0)
+                implementation = "sdpa"
             got, _ = attend(Module(), query, key, value, pattern, implementation)
             tolerance = TOLERANCE[torch.float32 if "flash" in implementation else torch.float64]
             compare(got, want, rows, count, tolerance)
