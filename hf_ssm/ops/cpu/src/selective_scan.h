@@ -49,6 +49,8 @@ struct ScanTile {
   float *B, *C;               // [tokens][padded_states]
   ScanItem item{};
   const char* starts = nullptr;
+  Floats steepest;  // the least of A, or 1 where one is above 0
+  bool mild;        // whether `mild_exp2` can compute this tile's decays
 
   static int64_t floats(const ScanShape& shape) {
     return 2 * shape.padded_states * lanes + 2 * lanes + checkpoint_tokens * (4 * lanes + 2 * shape.padded_states);
@@ -81,6 +83,11 @@ struct ScanTile {
         A[n * lanes + i] = float(rate);
         A_rest[n * lanes + i] = float(rate - float(rate));
       }
+    steepest = Floats{};
+    for (int64_t n = 0; n < shape.states; ++n) {
+      Floats rates = ::hf_ssm::HF_SSM_ISA::load(A + n * lanes);
+      steepest = (rates > 0.0f) | (steepest > 0.0f) ? splat(1.0f) : min(steepest, rates);
+    }
     if (call.D) read_row(D, call.D.at(item.first), call.D.dtype, call.D.stride(0), item.width);
     if (call.dt_bias)
       read_row(bias, call.dt_bias.at(item.first), call.dt_bias.dtype, call.dt_bias.stride(0), item.width);
@@ -93,12 +100,19 @@ struct ScanTile {
     rows(x, call.x, first, tokens);
     rows(raw, call.dt, first, tokens);
     if (call.z) rows(z, call.z, first, tokens);
-    Floats shift = ::hf_ssm::HF_SSM_ISA::load(bias);
+    Floats shift = ::hf_ssm::HF_SSM_ISA::load(bias), largest{}, smallest{};
     for (int64_t t = 0; t < tokens; ++t) {
       Floats v = ::hf_ssm::HF_SSM_ISA::load(raw + t * lanes) + shift;
       store(raw + t * lanes, v);
-      store(step + t * lanes, call.dt_softplus ? softplus(v) : v);
+      if (call.dt_softplus) v = softplus(v);
+      store(step + t * lanes, v);
+      largest = max(largest, v);
+      smallest = min(smallest, v);
     }
+    const Floats exponent = steepest * largest;
+    mild = true;
+    for (int64_t i = 0; i < lanes; ++i)
+      mild = mild && smallest[i] >= 0 && steepest[i] <= 0 && exponent[i] >= least_mild;
     for (int64_t t = 0; t < tokens; ++t) {
       states(B + t * shape.padded_states, call.B, first + t);
       states(C + t * shape.padded_states, call.C, first + t);
@@ -146,7 +160,7 @@ inline void store_state(const Tensor& to, const float* from, const ScanItem& ite
 // Advances states [n, n + scan_block) through the tile and adds what they read out to y [tokens][lanes]. If it `keeps`,
 // decays and states, [tokens][padded_states][lanes] each, receive those of every token. `following` is the first token
 // of the tile that will be loaded next.
-template <bool keeps>
+template <bool keeps, bool mild>
 inline void advance(const ScanTile& tile, int64_t tokens, int64_t following, int64_t n, float* state, float* y, float* decays,
                     float* states) {
   const int64_t row = tile.shape.padded_states;
@@ -165,8 +179,14 @@ inline void advance(const ScanTile& tile, int64_t tokens, int64_t following, int
     Floats even{}, odd{};
 #pragma GCC unroll 16
     for (int i = 0; i < scan_block; i += 2) {
-      Floats decay = exp2(step, load(A + i * lanes), load(A_rest + i * lanes));
-      Floats next = exp2(step, load(A + (i + 1) * lanes), load(A_rest + (i + 1) * lanes));
+      Floats decay, next;
+      if constexpr (mild) {
+        decay = mild_exp2(step, load(A + i * lanes));
+        next = mild_exp2(step, load(A + (i + 1) * lanes));
+      } else {
+        decay = exp2(step, load(A + i * lanes), load(A_rest + i * lanes));
+        next = exp2(step, load(A + (i + 1) * lanes), load(A_rest + (i + 1) * lanes));
+      }
       s[i] = s[i] * decay + input * B[i];
       s[i + 1] = s[i + 1] * next + input * B[i + 1];
       even += s[i] * C[i];
@@ -278,7 +298,8 @@ inline void selective_scan(const SelectiveScan& call, int threads) {
         Floats skip = load(tile.D);
         for (int64_t t = 0; t < tokens; ++t) store(y + t * lanes, skip * load(tile.x + t * lanes));
         for (int64_t n = 0; n < shape.padded_states; n += scan_block)
-          advance<false>(tile, tokens, first + tokens, n, state, y, nullptr, nullptr);
+          (tile.mild ? advance<false, true> : advance<false, false>)(tile, tokens, first + tokens, n, state, y, nullptr,
+                                                                     nullptr);
         for (int64_t t = 0; t < tokens; ++t) {
           if (call.z) store(y + t * lanes, load(y + t * lanes) * silu(load(tile.z + t * lanes)));
           write_row(call.out.at(item.batch, first + t, item.first), call.out.dtype, y + t * lanes, item.width);
@@ -395,7 +416,8 @@ inline void selective_scan_backward(const SelectiveScanBackward& call, int threa
         for (int64_t n = 0; n < shape.padded_states; n += scan_block) {
           float state[scan_block * lanes];
           __builtin_memcpy(state, grads.before + n * lanes, sizeof(state));
-          advance<true>(tile, tokens, first - checkpoint_tokens, n, state - n * lanes, grads.y, grads.decays, grads.states);
+          (tile.mild ? advance<true, true> : advance<true, false>)(tile, tokens, first - checkpoint_tokens, n,
+                                                                   state - n * lanes, grads.y, grads.decays, grads.states);
         }
         for (int64_t t = 0; t < tokens; ++t) {
           float wide[lanes] = {};

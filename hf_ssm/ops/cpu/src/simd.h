@@ -141,6 +141,23 @@ inline Floats exp2(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// 2^(a b) for products between least_mild and 0, in three quarters of the operations: the nearest integer is split off
+// by adding 1.5 * 2^23, which leaves it in the low bits, and put back into the exponent. Polynomial of degree 5, minimax
+// with p(0) = 1 and p'(0) = ln 2, so that decays close to 1 keep their distance from it: relative error 1.1e-7.
+constexpr float least_mild = -125.0f;
+inline Floats mild_exp2(Floats a, Floats b) {
+  const Floats shift = splat(12582912.0f);
+  Floats shifted = fused(a, b, shift);
+  Floats f = fused(a, b, shift - shifted);
+  Floats p = splat(1.33002643e-3f);
+  p = p * f + 9.66970809e-3f;
+  p = p * f + 5.55055998e-2f;
+  p = p * f + 2.40222812e-1f;
+  p = p * f + 6.93147182e-1f;
+  p = p * f + 1.0f;
+  return bits<Floats>(bits<Words>(p) + (bits<Words>(shifted) << 23));
+}
+
 constexpr float log2_e = 1.44269504f, ln_2 = 0.693147181f;
 constexpr double double_log2_e = 1.4426950408889634;
 
