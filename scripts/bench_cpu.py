@@ -3,11 +3,13 @@
     python scripts/bench_cpu.py --output benchmarks/results/cpu.md
     python scripts/bench_cpu.py --models mamba --llama-cpp path/to/python   # one that has llama-cpp-python and gguf
     python scripts/bench_cpu.py --memory          # peak memory against sequence length instead
+    python scripts/bench_cpu.py --scaling         # time per token against sequence length, and in short rows
 
 All contestants of a row run interleaved in one process (llama.cpp in one of its own, in step); a number is the
-median. The floor of a prompt and of a training step is the time of the model's own matrix products alone: every
-nn.Linear applied to inputs of the right shape (for training also its two gradients). That of a decoded token is the
-time in which a large copy moves as many bytes as the weights have.
+median. Where mambapy is installed, transformers' Mamba also runs on its scan. The floor of a prompt and of a training
+step is the time of the model's own matrix products alone: every nn.Linear applied to inputs of the right shape (for
+training also its two gradients). That of a decoded token is the time in which a large copy moves as many bytes as the
+weights have.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,6 +30,7 @@ from bench_llama import LlamaCpp
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.utils.import_utils import is_mambapy_available
 
 import hf_ssm
 from hf_ssm.ops import cpu, use_backend
@@ -52,14 +56,14 @@ def ours(name: str, dtype: torch.dtype, **changes: object) -> nn.Module:
     return kind.from_config(config, dtype=dtype)
 
 
-def theirs(name: str, dtype: torch.dtype) -> nn.Module | None:
+def theirs(name: str, dtype: torch.dtype, **changes: object) -> nn.Module | None:
     """transformers' own, if it has one."""
     classes = {"mamba": ("MambaConfig", "MambaForCausalLM"), "mamba2": ("Mamba2Config", "Mamba2ForCausalLM")}.get(name)
     if classes is None:
         return None
     config_class, model_class = (getattr(transformers, attribute) for attribute in classes)
     settings = json.loads((ROOT / "configs" / "models" / f"{SIZES[name]}.json").read_text())
-    return model_class(config_class(**settings)).to(dtype)
+    return model_class(config_class(**settings | changes)).to(dtype)
 
 
 def matrix_products(model: nn.Module, tokens: int, training: bool) -> Job:
@@ -138,9 +142,9 @@ def decoded_token(model: nn.Module, ids: Tensor) -> Job:
     return run
 
 
-def interleaved(jobs: dict[str, Job], repeats: int) -> dict[str, float]:
+def interleaved(jobs: dict[Any, Job], repeats: int) -> dict[Any, float]:
     """Median seconds of each job; one warm-up round, then round-robin."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
+    times: dict[Any, list[float]] = {name: [] for name in jobs}
     for i in range(repeats + 1):
         for name, job in jobs.items():
             start = time.perf_counter()
@@ -167,6 +171,8 @@ def speed(models: list[str], dtypes: list[str], cases: list[str], repeats: int, 
                         jobs["hf_ssm without native kernels"] = on_torch(make(mine, given))
                     if other is not None:
                         jobs["transformers"] = make(other, given)
+                    if name == "mamba" and make is not decoded_token and is_mambapy_available():
+                        jobs["transformers with mambapy"] = make(theirs(name, DTYPES[dtype], use_mambapy=True), given)
                     if make is decoded_token:
                         floor = copy_of_weights(mine)
                         if llama_cpp is not None and name in ("mamba", "mamba2"):
@@ -213,12 +219,14 @@ def speed_table(rows: list[dict]) -> str:
 _PEAK = """
 import sys, torch
 sys.path.insert(0, {scripts!r})
-from bench_cpu import ours, resident, reset_peak
+from bench_cpu import ours, remove_scans, resident, reset_peak
 torch.set_num_threads({threads})
 model = ours({name!r}, torch.float32, num_hidden_layers={layers}).eval()
 ids = torch.randint(0, 1000, (1, {seqlen}))
 with torch.no_grad():
     model(ids[:, :64], use_cache=True, logits_to_keep=1)
+if not {scans}:
+    remove_scans(model)
 before = resident("VmRSS")
 reset_peak()
 if {training}:
@@ -229,6 +237,13 @@ else:
         model(ids, use_cache=True, logits_to_keep=1)
 print(resident("VmHWM") - before)
 """
+
+
+def remove_scans(model: nn.Module) -> None:
+    """Let every scan of a Mamba or Mamba-2 pass its input on, for the rest of this process."""
+    module = sys.modules[type(model.base_model.layers[0].mixer).__module__]
+    for name in {"selective_scan", "ssd"} & set(vars(module)):
+        setattr(module, name, lambda x, *inputs, **options: (x, None))
 
 
 def resident(field: str) -> int:
@@ -246,7 +261,13 @@ def reset_peak() -> None:
 def memory(models: list[str], lengths: list[int], training_lengths: list[int]) -> list[dict]:
     rows = []
     for name in models:
-        for training, seqlens in ((False, lengths), (True, training_lengths)):
+        cases = [
+            ("prompt, 4 layers", False, True, lengths),
+            ("training step, 24 layers", True, True, training_lengths),
+        ]
+        if name in ("mamba", "mamba2"):
+            cases.append(("training step without the scans", True, False, training_lengths))
+        for what, training, scans, seqlens in cases:
             for seqlen in seqlens:
                 code = _PEAK.format(
                     scripts=str(ROOT / "scripts"),
@@ -255,12 +276,13 @@ def memory(models: list[str], lengths: list[int], training_lengths: list[int]) -
                     layers=24 if training else 4,
                     seqlen=seqlen,
                     training=training,
+                    scans=scans,
                 )
                 done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
                 if done.returncode:
                     print(f"{name}, {seqlen} tokens: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
                     continue
-                row = {"model": name, "training": training, "tokens": seqlen, "bytes": int(done.stdout.split()[-1])}
+                row = {"model": name, "what": what, "tokens": seqlen, "bytes": int(done.stdout.split()[-1])}
                 rows.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
     return rows
@@ -269,11 +291,35 @@ def memory(models: list[str], lengths: list[int], training_lengths: list[int]) -
 def memory_table(rows: list[dict]) -> str:
     lines = ["| model | what | tokens | memory beyond the weights | per token |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
-        what = "training step, 24 layers" if row["training"] else "prompt, 4 layers"
         lines.append(
-            f"| {row['model']} | {what} | {row['tokens']:,} | {row['bytes'] / 2**20:.0f} MiB "
+            f"| {row['model']} | {row['what']} | {row['tokens']:,} | {row['bytes'] / 2**20:.0f} MiB "
             f"| {row['bytes'] / row['tokens'] / 1024:.1f} KiB |"
         )
+    return "\n".join(lines)
+
+
+def scaling(models: list[str], lengths: list[int], repeats: int) -> list[dict]:
+    """Seconds per token of a prompt through four layers: one row of each length, and the shortest length's tokens in
+    rows of 64."""
+    rows = []
+    for name in models:
+        model = ours(name, torch.float32, num_hidden_layers=4, **FOUR_LAYERS.get(name, {}))
+        shapes = [(1, length) for length in lengths] + [(max(1, min(lengths) // 64), 64)]
+        jobs = {shape: prompt(model, torch.randint(0, 1000, shape)) for shape in shapes}
+        for (batch, seqlen), seconds in interleaved(jobs, repeats).items():
+            row = {"model": name, "rows": batch, "tokens": seqlen, "seconds": seconds / (batch * seqlen)}
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
+    return rows
+
+
+FOUR_LAYERS: dict[str, dict[str, object]] = {"hymba": {"global_attn_idx": [], "kv_reuse_group": []}}
+
+
+def scaling_table(rows: list[dict]) -> str:
+    lines = ["| model | rows x tokens | time per token |", "| --- | --- | --- |"]
+    for row in rows:
+        lines.append(f"| {row['model']} | {row['rows']} x {row['tokens']:,} | {1e6 * row['seconds']:.1f} us |")
     return "\n".join(lines)
 
 
@@ -298,6 +344,7 @@ def main() -> None:
         "--llama-cpp", metavar="PYTHON", help="a Python with llama-cpp-python and gguf, to compare with"
     )
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
+    parser.add_argument("--scaling", action="store_true", help="measure time per token against length instead")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--training-lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
@@ -306,6 +353,8 @@ def main() -> None:
     torch.manual_seed(0)
     if arguments.memory:
         table = memory_table(memory(arguments.models, arguments.lengths, arguments.training_lengths))
+    elif arguments.scaling:
+        table = scaling_table(scaling(arguments.models, arguments.lengths, arguments.repeats))
     else:
         rows = speed(arguments.models, arguments.dtypes, arguments.cases, arguments.repeats, arguments.llama_cpp)
         table = speed_table(rows)
