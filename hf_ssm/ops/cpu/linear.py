@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..backends import allows
-from . import DTYPES, at_once, kernels
+from ..library import at_once
+from . import DTYPES, kernels
 
 _ROWS = 4  # so many share one pass over the weights; beyond them PyTorch's matrix product is faster
 
