@@ -24,8 +24,8 @@ INTERPRETED_CASES = 4  # of one test of one operator
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Triton's interpreter takes seconds for what a compiled kernel does in microseconds: of all cases of a test with it
-    a few run by default, the first, the last and some between; the others are slow."""
+    """Triton's interpreter takes seconds for what a compiled kernel does in microseconds: of all cases of a test with
+    it a few run by default, the first, the last and some between; the others are slow."""
     if not INTERPRETED:
         return
     cases = defaultdict(list)
