@@ -11,3 +11,20 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 # Where no GPU is, Triton runs our kernels in Python. It and hf_ssm look at this when they are imported.
 if importlib.util.find_spec("triton") and not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def let_interpreted_loops_end():
+    """Triton 3.6 reads the bounds of a loop that it interprets as NumPy 2.4 refuses: int() of an array of one number."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_repair(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_repair
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    let_interpreted_loops_end()
