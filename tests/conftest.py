@@ -26,5 +26,26 @@ def let_interpreted_loops_end():
     interpreter._patch_lang_tensor = patch_and_repair
 
 
+def let_interpreted_numbers_round():
+    """Triton 3.6 cuts off what of a float32 does not fit into a bfloat16 when it interprets; a GPU rounds to nearest."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_as_a_gpu(numbers, from_dtype, to_dtype, rounding_mode):
+        if (from_dtype, to_dtype) == (tl.float32, tl.bfloat16):
+            bits = numbers.view(np.uint32).astype(np.uint64)
+            rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+            return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
+        if (from_dtype, to_dtype) == (tl.bfloat16, tl.float32):
+            return numbers.view(np.uint16).astype(np.uint32) << 16
+        return convert(numbers, from_dtype, to_dtype, rounding_mode)
+
+    interpreter._convert_float = convert_as_a_gpu
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     let_interpreted_loops_end()
+    let_interpreted_numbers_round()
