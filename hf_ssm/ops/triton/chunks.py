@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import INTERPRETED as _INTERPRETED
 from .common import LOG2_E, begins_sequence, sigmoid, softplus
 
 PROGRAMS = 264  # so many keep a large GPU busy: two for each of an H200's 132 multiprocessors
@@ -30,6 +31,7 @@ PROGRAMS = 264  # so many keep a large GPU busy: two for each of an H200's 132 m
 
 FIXED = tl.constexpr(2.0**40)
 LARGEST = tl.constexpr(2.0**14)
+
 
 
 @triton.jit
@@ -99,6 +101,8 @@ def runs_of(seq_idx, stride, start, q, seqlen):
 
 # --- products ------------------------------------------------------------------------------------------------------
 
+INTERPRETED = tl.constexpr(_INTERPRETED)
+
 
 @triton.jit
 def product(a, b, OPERAND: tl.constexpr):
@@ -113,14 +117,20 @@ def product(a, b, OPERAND: tl.constexpr):
         high, low, scale = _split(a, OPERAND)
         if b.dtype == tl.float32:
             b_high, b_low, b_scale = _split(b, OPERAND)
-            small = tl.dot(high, b_low, acc=tl.dot(low, b_high))
-            return tl.dot(high, b_high, acc=small) * (scale * b_scale)
-        return tl.dot(high, b, acc=tl.dot(low, b)) * scale
+            return (_dot(high, b_high) + (_dot(high, b_low) + _dot(low, b_high))) * (scale * b_scale)
+        return (_dot(high, b) + _dot(low, b)) * scale
     elif b.dtype == tl.float32:
         high, low, scale = _split(b, OPERAND)
-        return tl.dot(a, high, acc=tl.dot(a, low)) * scale
+        return (_dot(a, high) + _dot(a, low)) * scale
     else:
-        return tl.dot(a, b)
+        return _dot(a, b)
+
+
+@triton.jit
+def _dot(a, b):
+    if INTERPRETED:  # there, bfloat16 numbers are integers to NumPy's product
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b)
 
 
 @triton.jit
