@@ -234,6 +234,7 @@ EVERY_IDS = [f"{operator.name}-{backend}" for operator, backend in EVERY]
 # Constants of a `triton` kernel's module and the values that make sequences of a few tokens cross its boundaries.
 TRITON_PARTS: dict[str, dict[str, int]] = {
     "ssd": {"CHUNK": 16, "SHORTEST_SEGMENT": 1},
+    "quasiseparable": {"CHUNK": 16, "SHORTEST_SEGMENT": 1},
 }
 
 

@@ -2,11 +2,11 @@
 
 State space duality (arXiv:2405.21060, section 6): a chunk of tokens is a small matrix on its diagonal and, through the
 state that enters it, a product with everything outside. A state is a tile (d_state, headdim) in float32; a program that
-walks a row keeps it in registers from chunk to chunk. A row that a few programs only would walk is cut into segments
-of several chunks, whose states are found first and chained.
+walks a row keeps it in registers from chunk to chunk. A row that too few programs would walk is cut into segments of
+several chunks, whose states are found first and chained.
 
-Of a scan against the tokens' order everything is mirrored. Of either direction, `entering` is the side from which its
-state comes. The gradient of a state walks the other way than the state.
+Of a scan against the tokens' order everything is mirrored: its state `enters` a chunk from behind and `leaves` it at its
+front. The gradient of a state walks the other way than the state.
 
 q, k positions inside a chunk   n d_state   p headdim
 """
@@ -21,61 +21,145 @@ from torch import Tensor
 from . import INTERPRETED as _INTERPRETED
 from .common import LOG2_E, begins_sequence, sigmoid, softplus
 
+INTERPRETED = tl.constexpr(_INTERPRETED)
 PROGRAMS = 264  # so many keep a large GPU busy: two for each of an H200's 132 multiprocessors
+STATE_TILE = 128 * 64  # numbers of a state that a program keeps in registers
+
+# --- tensors as kernels take them ----------------------------------------------------------------------------------
+
+
+class Strided(NamedTuple):
+    data: Any
+    strides: Any
+
+
+def strided(t: Tensor | None) -> Strided | None:
+    return None if t is None else Strided(t, t.stride())
+
+
+@triton.jit
+def start_of(t, row, token, head):
+    """Where the numbers of a token and a head, or group, begin: t (batch, seqlen, heads, channels)."""
+    return t.data + row * t.strides[0] + token * t.strides[1] + head * t.strides[2]
+
+
+@triton.jit
+def load_tile(base, rows, columns, row_stride, column_stride, given_rows, given_columns):
+    """base[rows, columns], 0 where there is none."""
+    places = rows[:, None] * row_stride + columns[None, :] * column_stride
+    return tl.load(base + places, mask=given_rows[:, None] & given_columns[None, :], other=0)
+
+
+@triton.jit
+def store_tile(base, value, rows, columns, row_stride, column_stride, given_rows, given_columns):
+    places = rows[:, None] * row_stride + columns[None, :] * column_stride
+    tl.store(base + places, value, mask=given_rows[:, None] & given_columns[None, :])
+
 
 # --- decays --------------------------------------------------------------------------------------------------------
 #
 # Decays inside a chunk are exponentials of differences of sums of dt A. Behind one large step a float32 sum has lost
-# the small ones, so the sums are integers: 2^-40 is 1, and a summand is at most 2^14, beyond which float32's
-# exponential is 0 (or infinite) anyway; 2^8 of them fit into 63 bits. A difference of such integers is exact.
+# the small ones, so they are summed as integers: 2^-40 is 1, and a summand is at most 2^14, beyond which float32's
+# exponential is 0 (or infinite) anyway; 2^8 of them fit into 63 bits. Two floats hold such a sum, and the differences
+# of both add up to that of the sums.
 
 FIXED = tl.constexpr(2.0**40)
 LARGEST = tl.constexpr(2.0**14)
 
 
+class Scan(NamedTuple):
+    """One direction's step sizes and decays, (b, chunks, h, q) in float32, with steps of size 0 behind the row's end.
+    `runs` (b, chunks, q), for packed rows: numbers of sequences, counted from that of the token before the chunk."""
+
+    steps: Any
+    high: Any  # and low: the sum of dt A up to each token of the chunk, to base 2
+    low: Any
+    runs: Any
+
 
 @triton.jit
-def step_sizes(dt, stride, dt_bias, head, low, high, q, given, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr):
-    """clamp(softplus(dt + dt_bias), low, high) of a chunk's tokens, 0 where there is none, and its derivative."""
-    steps = tl.load(dt + q * stride, mask=given, other=0).to(tl.float32)
-    slope = given.to(tl.float32)
-    if dt_bias is not None:
-        steps += tl.load(dt_bias + head).to(tl.float32)
+def step_sizes(dt, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, lowest, highest):
+    """clamp(softplus(dt), lowest, highest)"""
     if SOFTPLUS:
-        slope *= sigmoid(steps)
-        steps = softplus(steps)
+        dt = softplus(dt)
     if LIMITED:
-        slope = tl.where((steps >= low) & (steps <= high), slope, 0.0)
-        steps = tl.where(steps < low, low, tl.where(steps > high, high, steps))
-    return tl.where(given, steps, 0.0), slope
+        dt = tl.where(dt < lowest, lowest, tl.where(dt > highest, highest, dt))
+    return dt
 
 
 @triton.jit
-def log_decays(steps, A):
-    """dt A in base 2, as integers, and their sums up to every token of the chunk."""
-    log_decay = tl.minimum(tl.maximum(steps * (A * LOG2_E), -LARGEST), LARGEST)
-    log_decay = (log_decay * FIXED).to(tl.int64)
-    return log_decay, tl.cumsum(log_decay, 0)
+def step_size_slopes(dt, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, lowest, highest):
+    """The derivative of `step_sizes`."""
+    slope = tl.full(dt.shape, 1.0, tl.float32)
+    if SOFTPLUS:
+        slope = sigmoid(dt)
+        dt = softplus(dt)
+    if LIMITED:
+        slope = tl.where((dt >= lowest) & (dt <= highest), slope, 0.0)
+    return slope
+
+
+@triton.jit(do_not_specialize=["seqlen"])
+def _prepare(
+    dt,
+    A,
+    dt_bias,
+    lowest,
+    highest,
+    seq_idx,
+    scan,
+    seqlen,
+    nheads,
+    SOFTPLUS: tl.constexpr,
+    LIMITED: tl.constexpr,
+    Q: tl.constexpr,
+    H: tl.constexpr,
+):
+    """Writes the scan of one chunk and H heads."""
+    blocks, chunks = tl.cdiv(nheads, H), tl.cdiv(seqlen, Q)
+    block, row_chunk = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    row, start = row_chunk // chunks, (row_chunk % chunks) * Q
+    q, h = tl.arange(0, Q), block * H + tl.arange(0, H)
+    given, given_h = start + q < seqlen, h < nheads
+
+    base = dt.data + row * dt.strides[0] + start * dt.strides[1]
+    steps = load_tile(base, q, h, dt.strides[1], dt.strides[2], given, given_h).to(tl.float32)
+    if dt_bias is not None:
+        steps += tl.load(dt_bias + h, mask=given_h, other=0).to(tl.float32)[None, :]
+    steps = step_sizes(steps, SOFTPLUS, LIMITED, lowest, highest)
+    steps = tl.where(given[:, None], steps, 0.0)
+    rates = tl.load(A + h, mask=given_h, other=0) * LOG2_E
+    log_decays = tl.minimum(tl.maximum(steps * rates[None, :], -LARGEST), LARGEST)
+    up_to = tl.cumsum((log_decays * FIXED).to(tl.int64), 0)
+    high = up_to.to(tl.float32)
+    low = (up_to - high.to(tl.int64)).to(tl.float32)
+    place = row_chunk * nheads * Q
+    store_tile(scan.steps + place, steps, q, h, 1, Q, q >= 0, given_h)
+    store_tile(scan.high + place, high * (1.0 / FIXED), q, h, 1, Q, q >= 0, given_h)
+    store_tile(scan.low + place, low * (1.0 / FIXED), q, h, 1, Q, q >= 0, given_h)
+    if seq_idx is not None:
+        begins = begins_sequence(seq_idx.data + row * seq_idx.strides[0], start + q, seq_idx.strides[1], given)
+        tl.store(scan.runs + row_chunk * Q + q, tl.cumsum(begins.to(tl.int32), 0), mask=(q >= 0) & (block == 0))
 
 
 @triton.jit
-def decays(log_decay):
-    """exp of integer log decays."""
-    return tl.exp2(log_decay.to(tl.float32) * (1.0 / FIXED))
+def sums_up_to(scan, place, q):
+    """Of the log decays up to each token, and of all, as two floats."""
+    return tl.load(scan.high + place + q), tl.load(scan.low + place + q)
 
 
 @triton.jit
-def decays_between(rows, columns, seen):
-    """exp(rows - columns) of integer log decays where `seen`, (rows, columns), else 0.
+def sums_before(scan, place, q):
+    before = place + tl.maximum(q - 1, 0)
+    high, low = tl.load(scan.high + before), tl.load(scan.low + before)
+    return tl.where(q > 0, high, 0.0), tl.where(q > 0, low, 0.0)
 
-    An integer is the sum of two floats: two differences in float32 instead of one of integers for every entry.
-    """
-    rows_high, columns_high = rows.to(tl.float32), columns.to(tl.float32)
-    rows_low = (rows - rows_high.to(tl.int64)).to(tl.float32)
-    columns_low = (columns - columns_high.to(tl.int64)).to(tl.float32)
-    high = (rows_high * (1.0 / FIXED))[:, None] - (columns_high * (1.0 / FIXED))[None, :]
-    low = (rows_low * (1.0 / FIXED))[:, None] - (columns_low * (1.0 / FIXED))[None, :]
-    return tl.exp2(tl.where(seen, high + low, -float("inf")))
+
+@triton.jit
+def decays_between(rows_high, rows_low, columns_high, columns_low, seen):
+    """exp(rows - columns), (rows, columns), of sums of log decays; 0 where not `seen`."""
+    exponents = (rows_high[:, None] - columns_high[None, :]) + (rows_low[:, None] - columns_low[None, :])
+    return tl.exp2(tl.where(seen, exponents, -float("inf")))
 
 
 @triton.jit
@@ -89,73 +173,100 @@ def between(weights, q):
 
 
 @triton.jit
-def runs_of(seq_idx, stride, start, q, seqlen):
-    """Numbers of the sequences of the chunk's tokens start + q, if that of the token before it is 0; then those of its
-    first token, of its last and of the one behind it."""
-    begins = begins_sequence(seq_idx, start + q, stride, start + q < seqlen).to(tl.int32)
-    behind = start + q.shape[0]
-    last = tl.sum(begins, 0)
-    next_begins = begins_sequence(seq_idx, behind, stride, behind < seqlen).to(tl.int32)
-    return tl.cumsum(begins, 0), tl.sum(tl.where(q == 0, begins, 0), 0), last, last + next_begins
+def state_decays(scan, place, q, Q: tl.constexpr, FROM_FRONT: tl.constexpr, AT_TOKEN: tl.constexpr):
+    """(of each token: how much of a state is left on the way between it and the chunk's front, or its end, with the
+    token's own decay or without; how much is left on the way through the chunk)"""
+    all_high, all_low = tl.load(scan.high + place + Q - 1), tl.load(scan.low + place + Q - 1)
+    if AT_TOKEN == FROM_FRONT:
+        high, low = sums_up_to(scan, place, q)
+    else:
+        high, low = sums_before(scan, place, q)
+    if FROM_FRONT:
+        weights = tl.exp2(high + low)
+    else:
+        weights = tl.exp2((all_high - high) + (all_low - low))
+    return weights, tl.exp2(all_high + all_low)
+
+
+@triton.jit
+def edge_runs(scan, row_chunk, last_chunk, Q: tl.constexpr, BACKWARD: tl.constexpr):
+    """The sequences of the state that enters a chunk and of the one that leaves it, as `runs` numbers them."""
+    if BACKWARD:
+        last = tl.load(scan.runs + row_chunk * Q + Q - 1)
+        behind = tl.load(scan.runs + (row_chunk + 1) * Q, mask=last_chunk == 0, other=0)
+        return last + behind, tl.load(scan.runs + row_chunk * Q)
+    else:
+        return 0, tl.load(scan.runs + row_chunk * Q + Q - 1)
 
 
 # --- products ------------------------------------------------------------------------------------------------------
 
-INTERPRETED = tl.constexpr(_INTERPRETED)
+
+@triton.jit
+def rounded(t, OPERAND: tl.constexpr):
+    """A computed operand of products that are rounded to 16 bits themselves, or are summed up to such gradients: no
+    better than the inputs where these are bfloat16. (float16's range is too small for what was computed.)"""
+    return t.to(OPERAND) if OPERAND == tl.bfloat16 else t
 
 
 @triton.jit
-def product(a, b, OPERAND: tl.constexpr):
-    """a b, summed in float32. `OPERAND`: dtype of the inputs. An operand in it is taken as it is; one in float32 was
-    computed, and 16 bits would lose half of it: it becomes the sum of two in that dtype.
+def product(a, b, sum, OPERAND: tl.constexpr):
+    """sum + a b, in float32; `sum` may be None. `OPERAND`: dtype of the inputs. An operand in it is taken as it is; one
+    in float32 was computed, and 16 bits would lose half of it: it becomes the sum of two in that dtype.
 
     Matrix units take 16-bit operands much faster than float32. What is left out of the products is 2^-16 of them.
     """
     if OPERAND == tl.float32:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    elif a.dtype == tl.float32:
-        high, low, scale = _split(a, OPERAND)
-        if b.dtype == tl.float32:
-            b_high, b_low, b_scale = _split(b, OPERAND)
-            return (_dot(high, b_high) + (_dot(high, b_low) + _dot(low, b_high))) * (scale * b_scale)
-        return (_dot(high, b) + _dot(low, b)) * scale
-    elif b.dtype == tl.float32:
-        high, low, scale = _split(b, OPERAND)
-        return (_dot(a, high) + _dot(a, low)) * scale
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=sum, input_precision="ieee")
+    elif OPERAND == tl.float16 and (a.dtype == tl.float32 or b.dtype == tl.float32):  # its range is small
+        a, a_scale = _scaled(a)
+        b, b_scale = _scaled(b)
+        scaled = _product_of_parts(a, b, None, OPERAND) * (a_scale * b_scale)
+        return scaled if sum is None else sum + scaled
     else:
-        return _dot(a, b)
+        return _product_of_parts(a, b, sum, OPERAND)
 
 
 @triton.jit
-def _dot(a, b):
-    if INTERPRETED:  # there, bfloat16 numbers are integers to NumPy's product
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b)
+def _product_of_parts(a, b, sum, OPERAND: tl.constexpr):
+    if a.dtype == OPERAND and b.dtype == OPERAND:
+        return _dot(a, b, sum)
+    elif b.dtype == OPERAND:
+        high, low = _parts(a, OPERAND)
+        return _dot(high, b, _dot(low, b, sum))
+    else:
+        high, low = _parts(b, OPERAND)
+        return _product_of_parts(a, high, _dot(a.to(OPERAND), low, sum), OPERAND)
 
 
 @triton.jit
-def _split(t, OPERAND: tl.constexpr):
-    """t = (high + low) scale. Only float16 needs a scale: its range is small."""
-    scale = 1.0
-    if OPERAND == tl.float16:
+def _parts(t, OPERAND: tl.constexpr):
+    """t as a sum of two."""
+    if OPERAND == tl.bfloat16:  # half of a float32's bits: cheaper than a conversion there and back
+        bits = (t.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000
+        high = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return high, (t - bits.to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    else:
+        high = t.to(OPERAND)
+        return high, (t - high.to(tl.float32)).to(OPERAND)
+
+
+@triton.jit
+def _scaled(t):
+    """t / scale, scale: with a largest number of 1, if t was computed."""
+    if t.dtype == tl.float32:
         scale = tl.max(tl.abs(t))
         scale = tl.where(scale > 0, scale, 1.0)
-        t = t / scale
-    high = t.to(OPERAND)
-    return high, (t - high.to(tl.float32)).to(OPERAND), scale
+        return t / scale, scale
+    else:
+        return t, 1.0
 
 
 @triton.jit
-def load_tile(base, rows, columns, strides, given_rows, given_columns):
-    """base[rows, columns], 0 where there is none."""
-    places = rows[:, None] * strides[0] + columns[None, :] * strides[1]
-    return tl.load(base + places, mask=given_rows[:, None] & given_columns[None, :], other=0)
-
-
-@triton.jit
-def store_tile(base, value, rows, columns, strides, given_rows, given_columns):
-    places = rows[:, None] * strides[0] + columns[None, :] * strides[1]
-    tl.store(base + places, value, mask=given_rows[:, None] & given_columns[None, :])
+def _dot(a, b, sum):
+    if INTERPRETED:  # there, bfloat16 numbers are integers to NumPy's product
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc=sum)
 
 
 # --- states --------------------------------------------------------------------------------------------------------
@@ -163,23 +274,12 @@ def store_tile(base, value, rows, columns, strides, given_rows, given_columns):
 
 @triton.jit(do_not_specialize=["seqlen", "segment", "segments"])
 def _walk(
+    scan,
     u,
-    u_strides,
     v,
-    v_strides,
-    dt,
-    dt_strides,
-    A,
-    dt_bias,
-    dt_low,
-    dt_high,
-    seq_idx,
-    seq_strides,
     initial,
-    initial_strides,
     states,
     last,
-    last_strides,
     across,
     seqlen,
     segment,
@@ -191,92 +291,77 @@ def _walk(
     BACKWARD: tl.constexpr,
     GRADIENT: tl.constexpr,
     SHIFTED: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    LIMITED: tl.constexpr,
     OPERAND: tl.constexpr,
     Q: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
 ):
     """state -> decay state + sum over tokens of weight v u^T, chunk by chunk through one segment: a direction's states
-    (u = dt x, v = B), or their gradients (u = the output's gradient, v = C).
+    (u = x, v = B), or their gradients (u = the output's gradient, v = C).
 
     With `states` given, writes the state that enters each chunk there, and into `last` the one that leaves the row;
     else into `last` the one that leaves the segment, and the segment's decay into `across`.
     """
-    blocks = tl.cdiv(headdim, P)
+    blocks, chunks = tl.cdiv(headdim, P), tl.cdiv(seqlen, Q)
     program = tl.program_id(0)
-    block = program % blocks
     head = (program // blocks) % nheads
     row_segment = program // (blocks * nheads)
     part = row_segment % segments
     row = (row_segment // segments).to(tl.int64)
-
-    q, n, p = tl.arange(0, Q), tl.arange(0, N), block * P + tl.arange(0, P)
+    q, n, p = tl.arange(0, Q), tl.arange(0, N), (program % blocks) * P + tl.arange(0, P)
     given_n, given_p = n < d_state, p < headdim
     REVERSE: tl.constexpr = BACKWARD != GRADIENT
+    SHIFT: tl.constexpr = 0 if not (GRADIENT and SHIFTED) else (1 if BACKWARD else -1)  # to the token whose C is read
     first_chunk = part * segment
-    count = tl.minimum(segment, tl.cdiv(seqlen, Q) - first_chunk)
-
-    u += row * u_strides[0] + head * u_strides[2]
-    v += row * v_strides[0] + (head // per_group) * v_strides[2]
-    dt += row * dt_strides[0] + head * dt_strides[2]
-    if seq_idx is not None:
-        seq_idx += row * seq_strides[0]
-    rate = tl.load(A + head)
+    count = tl.minimum(segment, chunks - first_chunk)
 
     state = tl.zeros((N, P), dtype=tl.float32)
     if initial is not None:
-        initial += row * initial_strides[0] + part * initial_strides[1] + head * initial_strides[2]
-        state = load_tile(initial, n, p, (initial_strides[3], initial_strides[4]), given_n, given_p)
+        base = start_of(initial, row, part, head)
+        state = load_tile(base, n, p, initial.strides[3], initial.strides[4], given_n, given_p)
     through = tl.full((), 1.0, tl.float32)
     for i in range(count):
         chunk = first_chunk + i
         if REVERSE:
             chunk = first_chunk + count - 1 - i
+        row_chunk = row * chunks + chunk
         if states is not None:
-            place = ((row * tl.cdiv(seqlen, Q) + chunk) * nheads + head) * d_state * headdim
-            store_tile(states + place, state, n, p, (headdim, 1), given_n, given_p)
+            place = states + (row_chunk * nheads + head) * d_state * headdim
+            store_tile(place, state, n, p, headdim, 1, given_n, given_p)
+        left = seqlen - chunk * Q
+        given = q < left
+        given_v = (q + SHIFT < left) & ((chunk > 0) | (q + SHIFT >= 0)) & given
         start = (chunk * Q).to(tl.int64)
-        given = start + q < seqlen
-        steps, _ = step_sizes(
-            dt + start * dt_strides[1], dt_strides[1], dt_bias, head, dt_low, dt_high, q, given, SOFTPLUS, LIMITED
-        )
-        log_decay, up_to = log_decays(steps, rate)
-        total = tl.sum(log_decay, 0)
-        if not REVERSE:
-            weight = decays(total - up_to)
-        elif GRADIENT and not SHIFTED:  # reads the state behind its token, the others the one before it
-            weight = decays(up_to)
-        else:
-            weight = decays(up_to - log_decay)
+        tile_u = load_tile(start_of(u, row, start, head), q, p, u.strides[1], u.strides[3], given, given_p)
+        base_v = start_of(v, row, start + SHIFT, head // per_group)
+        tile_v = load_tile(base_v, q, n, v.strides[1], v.strides[3], given_v, given_n).to(OPERAND)
+
+        place = (row_chunk * nheads + head) * Q
+        # a state, and what reads it unshifted, have the token's own decay behind them
+        weights, decay = state_decays(scan, place, q, Q, REVERSE, GRADIENT and not SHIFTED)
         if not GRADIENT:
-            weight *= steps
-        decay = decays(total)
-        if seq_idx is not None:
-            runs, first, final, behind = runs_of(seq_idx, seq_strides[1], start, q, seqlen)
-            entering, leaving = (behind, first) if BACKWARD else (0, final)
-            weight = tl.where(runs == (entering if GRADIENT else leaving), weight, 0.0)
+            weights *= tl.load(scan.steps + place + q)
+        if scan.runs is not None:
+            entering, leaving = edge_runs(scan, row_chunk, chunk == chunks - 1, Q, BACKWARD)
+            runs = tl.load(scan.runs + row_chunk * Q + q)
+            weights = tl.where(runs == (entering if GRADIENT else leaving), weights, 0.0)
             decay = tl.where(entering == leaving, decay, 0.0)
-        shift: tl.constexpr = 0 if not (GRADIENT and SHIFTED) else (1 if BACKWARD else -1)
-        given_v = given & (start + q + shift >= 0) & (start + q + shift < seqlen)
-        tile_u = load_tile(u + start * u_strides[1], q, p, (u_strides[1], u_strides[3]), given, given_p)
-        tile_v = load_tile(v + (start + shift) * v_strides[1], q, n, (v_strides[1], v_strides[3]), given_v, given_n)
-        weighted = tile_u.to(tl.float32) * weight[:, None]
-        state = decay * state + product(tl.trans(tile_v.to(OPERAND)), weighted, OPERAND)
+        weighted = tile_u.to(tl.float32) * weights[:, None]
+        state = product(tl.trans(tile_v), weighted, decay * state, OPERAND)
         through *= decay
+    ends = part == (0 if REVERSE else segments - 1)
     if states is None:
         tl.store(across + (row * segments + part) * nheads + head, through)
+        ends = part >= 0
     if last is not None:
-        last += row * last_strides[0] + part * last_strides[1] + head * last_strides[2]
-        ends = part == (0 if REVERSE else segments - 1)
-        if states is None:
-            ends = part >= 0
-        store_tile(last, state, n, p, (last_strides[3], last_strides[4]), given_n & ends, given_p)
+        base = start_of(last, row, part, head)
+        store_tile(base, state, n, p, last.strides[3], last.strides[4], given_n & ends, given_p)
 
 
 @triton.jit(do_not_specialize=["segments"])
-def _chain(states, across, initial, initial_strides, segments, nheads, headdim, d_state, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+def _chain(
+    states, across, initial, segments, nheads, headdim, d_state, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+):
     """(batch, segments, nheads, d_state, headdim): what each segment adds to a state -> the state that enters it."""
     blocks = tl.cdiv(d_state * headdim, BLOCK)
     head = (tl.program_id(0) // blocks) % nheads
@@ -285,35 +370,118 @@ def _chain(states, across, initial, initial_strides, segments, nheads, headdim, 
     given = i < d_state * headdim
     state = tl.zeros((BLOCK,), dtype=tl.float32)
     if initial is not None:
-        initial += row * initial_strides[0] + head * initial_strides[2]
-        state = tl.load(initial + (i // headdim) * initial_strides[3] + (i % headdim) * initial_strides[4], mask=given, other=0)
+        places = (i // headdim) * initial.strides[3] + (i % headdim) * initial.strides[4]
+        state = tl.load(start_of(initial, row, 0, head) + places, mask=given, other=0)
     for k in range(segments):
         part = k
         if REVERSE:
             part = segments - 1 - k
-        place = states + ((row * segments + part) * nheads + head) * d_state * headdim + i
-        added = tl.load(place, mask=given, other=0)
-        tl.store(place, state, mask=given)
-        state = tl.load(across + (row * segments + part) * nheads + head) * state + added
+        of_head = (row * segments + part) * nheads + head
+        added = tl.load(states + of_head * d_state * headdim + i, mask=given, other=0)
+        tl.store(states + of_head * d_state * headdim + i, state, mask=given)
+        state = tl.load(across + of_head) * state + added
 
 
-class Steps(NamedTuple):
-    """What the step sizes of a call are made of."""
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chunk_of_program(splits, groups, chunks):
+    """(split, group, row, chunk, which chunk of all rows) of a program that has some heads of a group in one chunk."""
+    program = tl.program_id(0)
+    row_chunk = (program // (splits * groups)).to(tl.int64)
+    return program % splits, (program // splits) % groups, row_chunk // chunks, row_chunk % chunks, row_chunk
+
+
+@triton.jit(do_not_specialize=["seqlen"])
+def _read_gradients(
+    scan,
+    d_y,
+    C,
+    entering_states,
+    d_leaving_states,
+    d_C,
+    d_read,
+    d_across,
+    seqlen,
+    nheads,
+    headdim,
+    d_state,
+    per_group,
+    per_program,
+    splits,
+    BACKWARD: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    Q: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """What the tokens of a chunk read of one direction's entering state: gradients of C, (splits, batch, chunks, q,
+    ngroups, d_state) by the token that reads, of the logarithms of what is left of the state at each token,
+    (batch, chunks, nheads, q), and behind the chunk."""
+    chunks, groups = tl.cdiv(seqlen, Q), nheads // per_group
+    split, group, row, chunk, row_chunk = chunk_of_program(splits, groups, chunks)
+    start = chunk * Q
+    SHIFT: tl.constexpr = 0 if not SHIFTED else (1 if BACKWARD else -1)
+    q, n = tl.arange(0, Q), tl.arange(0, N)
+    given, given_n = q < seqlen - start, n < d_state
+    given_C = given & (q + SHIFT < seqlen - start) & (q + SHIFT >= 0 - start)
+    base = start_of(C, row, start + SHIFT, group)
+    tile_C = load_tile(base, q, n, C.strides[1], C.strides[3], given_C, given_n).to(tl.float32)
+    if scan.runs is not None:
+        runs = tl.load(scan.runs + row_chunk * Q + q)
+        entering, leaving = edge_runs(scan, row_chunk, chunk == chunks - 1, Q, BACKWARD)
+    d_tile_C = tl.zeros((Q, N), dtype=tl.float32)
+    first_head = group * per_group + split * per_program
+    for head in range(first_head, tl.minimum(first_head + per_program, (group + 1) * per_group)):
+        of_head = row_chunk * nheads + head
+        read, across = state_decays(scan, of_head * Q, q, Q, not BACKWARD, not SHIFTED)
+        if scan.runs is not None:
+            read = tl.where(runs == entering, read, 0.0)
+            across = tl.where(entering == leaving, across, 0.0)
+        d_log_read = tl.zeros((Q,), dtype=tl.float32)
+        d_log_across = 0.0
+        for block in tl.static_range(BLOCKS):
+            p = block * P + tl.arange(0, P)
+            given_p = p < headdim
+            base = of_head * d_state * headdim
+            state = load_tile(entering_states + base, n, p, headdim, 1, given_n, given_p)
+            d_leaving = load_tile(d_leaving_states + base, n, p, headdim, 1, given_n, given_p)
+            d_log_across += tl.sum(state.to(tl.float32) * d_leaving.to(tl.float32))
+            base = start_of(d_y, row, start, head)
+            tile_dy = load_tile(base, q, p, d_y.strides[1], d_y.strides[3], given, given_p)
+            d_read_C = product(tile_dy, tl.trans(state), None, OPERAND) * read[:, None]
+            d_log_read += tl.sum(d_read_C * tile_C, 1)
+            d_tile_C += d_read_C
+        tl.store(d_read + of_head * Q + q, d_log_read)
+        tl.store(d_across + of_head, d_log_across * across)
+    base = ((split * (tl.num_programs(0) // (splits * groups)) + row_chunk) * Q * groups + group) * d_state
+    store_tile(d_C + base, d_tile_C, q, n, groups * d_state, 1, q >= 0, given_n)
+
+
+# --- launches ------------------------------------------------------------------------------------------------------
+
+
+class StepSizes(NamedTuple):
+    """How a call's step sizes are made."""
 
     dt: Tensor  # b l h
-    A: Tensor  # h
-    dt_bias: Tensor | None = None
+    A: Tensor  # h, contiguous float32
+    dt_bias: Tensor | None = None  # contiguous
     softplus: bool = False
-    low: float = -float("inf")
-    high: float = float("inf")
+    lowest: float = -float("inf")
+    highest: float = float("inf")
 
     @property
-    def limited(self) -> bool:
-        return (self.low, self.high) != (-float("inf"), float("inf"))
+    def options(self) -> dict[str, bool]:
+        limited = (self.lowest, self.highest) != (-float("inf"), float("inf"))
+        return {"SOFTPLUS": self.softplus, "LIMITED": limited}
 
 
 class Shape(NamedTuple):
-    """The sizes of a call, and those of the tiles in which it is computed."""
+    """The sizes of a call, and those in which it is computed."""
 
     batch: int
     seqlen: int
@@ -333,20 +501,31 @@ class Shape(NamedTuple):
         return triton.cdiv(self.seqlen, self.chunk)
 
     @property
-    def padded_d_state(self) -> int:
-        return padded(self.d_state)
+    def state_block(self) -> tuple[int, int]:
+        """d_state and headdim of a state tile: all of d_state, as many channels as fit."""
+        n = padded(self.d_state)
+        return n, min(padded(self.headdim), 64, max(16, STATE_TILE // n))
 
     @property
-    def headdim_block(self) -> int:
-        """Channels of a head that a program computes: a state tile fits into the registers of eight warps."""
-        return max(16, min(padded(self.headdim), 64, _STATE_TILE // self.padded_d_state))
+    def walkers(self) -> int:
+        """Programs that walk all rows, if each takes all of one."""
+        return self.batch * self.nheads * triton.cdiv(self.headdim, self.state_block[1])
 
     @property
-    def headdim_blocks(self) -> int:
-        return triton.cdiv(self.headdim, self.headdim_block)
+    def segment(self) -> int:
+        """Chunks that a program walks."""
+        segments = max(1, min(PROGRAMS // max(self.walkers, 1), self.chunks // self.shortest_segment))
+        return triton.cdiv(self.chunks, segments)
 
+    @property
+    def segments(self) -> int:
+        return triton.cdiv(self.chunks, self.segment)
 
-_STATE_TILE = 128 * 128
+    def split_heads(self) -> tuple[int, int]:
+        """Programs that share a chunk's heads of one group, and how many heads each has."""
+        programs = max(1, self.batch * self.chunks * self.ngroups)
+        per_program = triton.cdiv(self.per_group, max(1, min(self.per_group, PROGRAMS // programs)))
+        return triton.cdiv(self.per_group, per_program), per_program
 
 
 def padded(size: int) -> int:
@@ -357,86 +536,107 @@ def padded(size: int) -> int:
 def operand_dtype(*tensors: Tensor) -> Any:
     """In which dtype matrix units take the operands of these inputs: theirs, or float32 if they differ."""
     dtypes = {t.dtype for t in tensors}
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtypes.pop(), tl.float32) if len(dtypes) == 1 else tl.float32
+    sixteen_bits = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return sixteen_bits.get(dtypes.pop(), tl.float32) if len(dtypes) == 1 else tl.float32
 
 
-def strides(t: Tensor | None, axes: int) -> tuple[int, ...]:
-    return (0,) * axes if t is None else t.stride()
-
-
-def segment_chunks(shape: Shape, programs: int) -> int:
-    """Chunks of a segment, where `programs` walk the rows if each takes all of one."""
-    segments = max(1, min(PROGRAMS // max(programs, 1), shape.chunks // shape.shortest_segment))
-    return triton.cdiv(shape.chunks, segments)
+def prepare(shape: Shape, steps: StepSizes, seq_idx: Tensor | None) -> Scan:
+    sizes = (shape.batch, shape.chunks, shape.nheads, shape.chunk)
+    sums = (steps.A.new_empty(sizes) for _ in range(3))
+    runs = None if seq_idx is None else steps.A.new_empty(*sizes[:2], shape.chunk, dtype=torch.int32)
+    scan = Scan(*sums, runs)
+    heads = min(16, triton.next_power_of_2(shape.nheads))
+    _prepare[(shape.batch * shape.chunks * triton.cdiv(shape.nheads, heads),)](
+        *(strided(steps.dt), steps.A, steps.dt_bias, steps.lowest, steps.highest, strided(seq_idx), scan),
+        *(shape.seqlen, shape.nheads),
+        **steps.options,
+        Q=shape.chunk,
+        H=heads,
+    )
+    return scan
 
 
 class Walk(NamedTuple):
     """One direction's states through all rows, or their gradients."""
 
     shape: Shape
-    steps: Steps
+    scan: Scan
     u: Tensor  # b l h p: x, or the output's gradient
     v: Tensor  # b l g n: B, or C
-    seq_idx: Tensor | None
     operand: Any
     backward: bool = False
     gradient: bool = False
     shifted: bool = False
 
     def states(self, initial: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-        """(b, chunks, h, n, p): the state that enters each chunk. `initial` enters the row, and the one that leaves it
-        is written into `last`: both (b, h, p, n), or None."""
+        """(b, chunks, h, n, p): the state that enters each chunk, as an operand of backward's products. `initial` enters
+        the row, and the one that leaves it is written into `last`: both (b, h, p, n), or None."""
         shape = self.shape
-        segment = segment_chunks(shape, shape.batch * shape.nheads * shape.headdim_blocks)
-        entering = None if initial is None else by_segment(initial)
-        if segment < shape.chunks:
-            entering = self.entering(entering, segment)
         sizes = (shape.batch, shape.chunks, shape.nheads, shape.d_state, shape.headdim)
-        states = self.u.new_empty(sizes, dtype=torch.float32)
-        self._launch(segment, entering, states, None if last is None else by_segment(last), None)
+        states = self.u.new_empty(sizes, dtype=torch.bfloat16 if self.operand == tl.bfloat16 else torch.float32)
+        self._launch(self.entering_segments(initial), states, by_segment(last), None)
         return states
 
-    def entering(self, initial: Tensor | None, segment: int) -> Tensor:
-        """(b, segments, h, n, p): the state that enters each segment of so many chunks. `initial` (b, 1, h, n, p)."""
+    def entering_segments(self, initial: Tensor | None) -> Tensor | None:
+        """(b, segments, h, n, p): the state that enters each segment; `initial` (b, h, p, n), or None for zeros."""
         shape, new = self.shape, self.u.new_empty
-        segments = triton.cdiv(shape.chunks, segment)
-        states = new(shape.batch, segments, shape.nheads, shape.d_state, shape.headdim, dtype=torch.float32)
-        across = new(shape.batch, segments, shape.nheads, dtype=torch.float32)
-        self._launch(segment, None, None, states, across)
+        if shape.segments == 1:
+            return by_segment(initial)
+        sizes = (shape.batch, shape.segments, shape.nheads)
+        states = new(*sizes, shape.d_state, shape.headdim, dtype=torch.float32)
+        across = new(sizes, dtype=torch.float32)
+        self._launch(None, None, states, across)
         block = 1024
-        grid = (shape.batch * shape.nheads * triton.cdiv(shape.d_state * shape.headdim, block),)
-        sizes = (segments, shape.nheads, shape.headdim, shape.d_state)
-        reverse = self.backward != self.gradient
-        _chain[grid](states, across, initial, strides(initial, 5), *sizes, REVERSE=reverse, BLOCK=block)
+        _chain[(shape.batch * shape.nheads * triton.cdiv(shape.d_state * shape.headdim, block),)](
+            *(states, across, strided(by_segment(initial))),
+            *(shape.segments, shape.nheads, shape.headdim, shape.d_state),
+            REVERSE=self.backward != self.gradient,
+            BLOCK=block,
+        )
         return states
 
-    def _launch(self, segment, initial, states, last, across):
-        shape, steps = self.shape, self.steps
-        segments = triton.cdiv(shape.chunks, segment)
-        _walk[(shape.batch * segments * shape.nheads * shape.headdim_blocks,)](
-            *(self.u, self.u.stride(), self.v, self.v.stride()),
-            *(steps.dt, steps.dt.stride(), steps.A, steps.dt_bias, steps.low, steps.high),
-            *(self.seq_idx, strides(self.seq_idx, 2)),
-            *(initial, strides(initial, 5), states, last, strides(last, 5), across),
-            *(shape.seqlen, segment, segments, shape.nheads, shape.headdim, shape.d_state, shape.per_group),
+    def _launch(self, initial, states, last, across) -> None:
+        shape = self.shape
+        n, p = shape.state_block
+        _walk[(shape.walkers * shape.segments,)](
+            *(self.scan, strided(self.u), strided(self.v), strided(initial), states, strided(last), across),
+            *(shape.seqlen, shape.segment, shape.segments, shape.nheads, shape.headdim, shape.d_state),
+            shape.per_group,
             BACKWARD=self.backward,
             GRADIENT=self.gradient,
             SHIFTED=self.shifted,
-            SOFTPLUS=steps.softplus,
-            LIMITED=steps.limited,
             OPERAND=self.operand,
             Q=shape.chunk,
-            N=shape.padded_d_state,
-            P=shape.headdim_block,
-            num_warps=warps_of(shape),
+            N=n,
+            P=p,
+            num_warps=4,
+            num_stages=2,
         )
 
 
-def by_segment(state: Tensor) -> Tensor:
+def by_segment(state: Tensor | None) -> Tensor | None:
     """(b, h, p, n) -> (b, 1, h, n, p)"""
-    return state.transpose(2, 3)[:, None]
+    return None if state is None else state.transpose(2, 3)[:, None]
 
 
-def warps_of(shape: Shape) -> int:
-    """So that a thread holds 64 numbers of a state at most."""
-    return 8 if shape.padded_d_state * shape.headdim_block > 64 * 128 else 4
+def read_gradients(walk: Walk, splits: int, per_program: int, states: Tensor, d_leaving: Tensor):
+    """`_read_gradients` of a direction whose states, and their gradients, are given; `walk` is that of the gradients."""
+    shape, new = walk.shape, walk.scan.steps.new_empty
+    sizes = (shape.batch, shape.chunks)
+    d_C = new(splits, *sizes, shape.chunk, shape.ngroups, shape.d_state)
+    d_read, d_across = new(*sizes, shape.nheads, shape.chunk), new(*sizes, shape.nheads)
+    n, p = shape.state_block
+    _read_gradients[(shape.batch * shape.chunks * shape.ngroups * splits,)](
+        *(walk.scan, strided(walk.u), strided(walk.v), states, d_leaving, d_C, d_read, d_across),
+        *(shape.seqlen, shape.nheads, shape.headdim, shape.d_state, shape.per_group, per_program, splits),
+        BACKWARD=walk.backward,
+        SHIFTED=walk.shifted,
+        OPERAND=walk.operand,
+        Q=shape.chunk,
+        N=n,
+        P=p,
+        BLOCKS=triton.cdiv(shape.headdim, p),
+        num_warps=8,
+        num_stages=1,
+    )
+    return d_C, d_read, d_across
