@@ -23,7 +23,6 @@ from .common import LOG2_E, begins_sequence, sigmoid, softplus
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
 PROGRAMS = 264  # so many keep a large GPU busy: two for each of an H200's 132 multiprocessors
-STATE_TILE = 128 * 64  # numbers of a state that a program keeps in registers
 
 # --- tensors as kernels take them ----------------------------------------------------------------------------------
 
@@ -489,6 +488,7 @@ class Shape(NamedTuple):
     headdim: int
     ngroups: int
     d_state: int
+    operand: Any  # the dtype of matrix products' operands
     chunk: int  # tokens
     shortest_segment: int  # chunks
 
@@ -502,9 +502,14 @@ class Shape(NamedTuple):
 
     @property
     def state_block(self) -> tuple[int, int]:
-        """d_state and headdim of a state tile: all of d_state, as many channels as fit."""
+        """d_state and headdim of a state tile: all of d_state, and as many channels as registers hold."""
         n = padded(self.d_state)
-        return n, min(padded(self.headdim), 64, max(16, STATE_TILE // n))
+        return n, min(padded(self.headdim), 64, max(16, (2048 if self.operand == tl.float32 else 8192) // n))
+
+    @property
+    def walking(self) -> dict[str, int]:
+        """Options of kernels that walk. Products in float32 are not taken by matrix units: more threads share them."""
+        return {"num_warps": 8, "num_stages": 1} if self.operand == tl.float32 else {"num_warps": 4, "num_stages": 2}
 
     @property
     def walkers(self) -> int:
@@ -528,16 +533,23 @@ class Shape(NamedTuple):
         return triton.cdiv(self.per_group, per_program), per_program
 
 
+GRADIENT_OPTIONS = {"num_warps": 8, "num_stages": 1}
+
+
+def shape_of(x: Tensor, BC: tuple[Tensor, ...], chunk: int, shortest_segment: int) -> Shape:
+    """The shape of a call. Matrix units take 16-bit operands, if inputs have all the same 16-bit dtype; float32's
+    products need most of a thread's registers, so chunks are a quarter as long."""
+    dtypes = {t.dtype for t in (x, *BC)}
+    sixteen_bits = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    operand = sixteen_bits.get(x.dtype, tl.float32) if len(dtypes) == 1 else tl.float32
+    if operand == tl.float32:
+        chunk = max(16, chunk // 4)
+    return Shape(*x.shape, *BC[0].shape[2:], operand, chunk, shortest_segment)
+
+
 def padded(size: int) -> int:
     """The tile that holds `size`: powers of two, and matrix units take 16 at least."""
     return max(16, triton.next_power_of_2(size))
-
-
-def operand_dtype(*tensors: Tensor) -> Any:
-    """In which dtype matrix units take the operands of these inputs: theirs, or float32 if they differ."""
-    dtypes = {t.dtype for t in tensors}
-    sixteen_bits = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    return sixteen_bits.get(dtypes.pop(), tl.float32) if len(dtypes) == 1 else tl.float32
 
 
 def prepare(shape: Shape, steps: StepSizes, seq_idx: Tensor | None) -> Scan:
@@ -563,7 +575,6 @@ class Walk(NamedTuple):
     scan: Scan
     u: Tensor  # b l h p: x, or the output's gradient
     v: Tensor  # b l g n: B, or C
-    operand: Any
     backward: bool = False
     gradient: bool = False
     shifted: bool = False
@@ -573,7 +584,7 @@ class Walk(NamedTuple):
         the row, and the one that leaves it is written into `last`: both (b, h, p, n), or None."""
         shape = self.shape
         sizes = (shape.batch, shape.chunks, shape.nheads, shape.d_state, shape.headdim)
-        states = self.u.new_empty(sizes, dtype=torch.bfloat16 if self.operand == tl.bfloat16 else torch.float32)
+        states = self.u.new_empty(sizes, dtype=torch.bfloat16 if shape.operand == tl.bfloat16 else torch.float32)
         self._launch(self.entering_segments(initial), states, by_segment(last), None)
         return states
 
@@ -605,12 +616,11 @@ class Walk(NamedTuple):
             BACKWARD=self.backward,
             GRADIENT=self.gradient,
             SHIFTED=self.shifted,
-            OPERAND=self.operand,
+            OPERAND=shape.operand,
             Q=shape.chunk,
             N=n,
             P=p,
-            num_warps=4,
-            num_stages=2,
+            **shape.walking,
         )
 
 
@@ -631,12 +641,11 @@ def read_gradients(walk: Walk, splits: int, per_program: int, states: Tensor, d_
         *(shape.seqlen, shape.nheads, shape.headdim, shape.d_state, shape.per_group, per_program, splits),
         BACKWARD=walk.backward,
         SHIFTED=walk.shifted,
-        OPERAND=walk.operand,
+        OPERAND=shape.operand,
         Q=shape.chunk,
         N=n,
         P=p,
         BLOCKS=triton.cdiv(shape.headdim, p),
-        num_warps=8,
-        num_stages=1,
+        **GRADIENT_OPTIONS,
     )
     return d_C, d_read, d_across

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..library import at_once, single
 from .chunks import (
+    GRADIENT_OPTIONS,
     Scan,
     Shape,
     StepSizes,
@@ -23,11 +24,11 @@ from .chunks import (
     decays_between,
     edge_runs,
     load_tile,
-    operand_dtype,
     prepare,
     product,
     read_gradients,
     rounded,
+    shape_of,
     start_of,
     state_decays,
     store_tile,
@@ -323,7 +324,7 @@ def _backward(
             d_tile_x += (keep_b * steps_b)[:, None] * from_state
             kept = product(tile_x.to(OPERAND), tl.trans(d_leaving), None, OPERAND)
             d_B_b += (keep_b * steps_b)[:, None] * kept
-            d_tile_x = product(rounded(matrix, OPERAND), tile_dy, d_tile_x, OPERAND)
+            d_tile_x = product(matrix, tile_dy, d_tile_x, OPERAND)
             if diagonal is not None:
                 base = diagonal.data + row * diagonal.strides[0] + start * diagonal.strides[1]
                 base += head * diagonal.strides[2]
@@ -388,11 +389,10 @@ def _run(x, dt_forward, dt_backward, A, B_forward, C_forward, B_backward, C_back
     if x.shape[0] == 0:
         return out
     with on_device_of(x):
-        shape = _shape(x, B_forward)
-        operand = operand_dtype(x, B_forward, C_forward, B_backward, C_backward)
+        shape = shape_of(x, (B_forward, C_forward, B_backward, C_backward), CHUNK, SHORTEST_SEGMENT)
         forward, backward = _prepare(shape, dt_forward, dt_backward, A, seq_idx)
-        behind = Walk(shape, backward, x, B_backward, operand, backward=True).states()
-        entering = Walk(shape, forward, x, B_forward, operand).entering_segments(None)
+        behind = Walk(shape, backward, x, B_backward, backward=True).states()
+        entering = Walk(shape, forward, x, B_forward).entering_segments(None)
         n, p = shape.state_block
         _forward[(shape.walkers * shape.segments,)](
             *(forward, backward, strided(x)),
@@ -400,18 +400,13 @@ def _run(x, dt_forward, dt_backward, A, B_forward, C_forward, B_backward, C_back
             *(behind, strided(out)),
             *(shape.seqlen, shape.segment, shape.segments, shape.nheads, shape.headdim, shape.d_state),
             shape.per_group,
-            OPERAND=operand,
+            OPERAND=shape.operand,
             Q=shape.chunk,
             N=n,
             P=p,
-            num_warps=4,
-            num_stages=2,
+            **shape.walking,
         )
     return out
-
-
-def _shape(x: Tensor, B: Tensor) -> Shape:
-    return Shape(*x.shape, *B.shape[2:], CHUNK, SHORTEST_SEGMENT)
 
 
 def _prepare(shape, dt_forward, dt_backward, A, seq_idx) -> tuple[Scan, Scan]:
@@ -466,9 +461,8 @@ def _quasiseparable_triton_backward(
 def _gradients(
     d_out, x, dt_forward, dt_backward, A, B_forward, C_forward, B_backward, C_backward, diagonal, seq_idx
 ) -> tuple[Any, ...]:
-    shape = _shape(x, B_forward)
     BC = (B_forward, C_forward, B_backward, C_backward)
-    operand = operand_dtype(x, *BC)
+    shape = shape_of(x, BC, CHUNK, SHORTEST_SEGMENT)
     d_x, d_forward, d_backward = (t.new_empty(t.shape) for t in (x, dt_forward, dt_backward))
     d_diagonal = None if diagonal is None else diagonal.new_empty(diagonal.shape)
     d_A = A.new_empty(2, shape.batch, shape.chunks, shape.nheads)
@@ -482,7 +476,7 @@ def _gradients(
             (forward, B_forward, C_forward, False),
             (backward, B_backward, C_backward, True),
         ):
-            states = Walk(shape, scan, x, B, operand, backward=mirrored)
+            states = Walk(shape, scan, x, B, backward=mirrored)
             gradients = states._replace(u=d_out, v=C, gradient=True, shifted=True)
             leaving.append(gradients.states())
             read.append(read_gradients(gradients, splits, per_program, states.states(), leaving[-1]))
@@ -493,13 +487,12 @@ def _gradients(
             *(strided(t) for t in (d_x, d_forward, d_backward)),
             *(d_A[0], d_A[1], *(strided(t) for t in d_BC), d_diagonal),
             *(shape.seqlen, shape.nheads, shape.headdim, shape.d_state, shape.per_group, per_program, splits),
-            OPERAND=operand,
+            OPERAND=shape.operand,
             Q=shape.chunk,
             N=n,
             P=p,
             BLOCKS=triton.cdiv(shape.headdim, p),
-            num_warps=8,
-            num_stages=1,
+            **GRADIENT_OPTIONS,
         )
     d_BC = [d[0] if splits == 1 else d.sum(dim=0).to(t.dtype) for d, t in zip(d_BC, BC, strict=True)]
     return d_x, d_forward, d_backward, d_A.sum(dim=(0, 1, 2)), *d_BC, d_diagonal

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..library import at_once, single
 from .chunks import (
+    GRADIENT_OPTIONS,
     Shape,
     StepSizes,
     Strided,
@@ -25,12 +26,12 @@ from .chunks import (
     decays_between,
     edge_runs,
     load_tile,
-    operand_dtype,
     padded,
     prepare,
     product,
     read_gradients,
     rounded,
+    shape_of,
     start_of,
     state_decays,
     step_size_slopes,
@@ -234,7 +235,7 @@ def _backward(
             d_state_tile = load_tile(d_leaving_states + base, n, p, headdim, 1, given_n, given_p)
             from_state = product(tile_B, d_state_tile, None, OPERAND)
             d_keep += tl.sum(from_state * tile_x.to(tl.float32), 1)
-            d_tile_x = product(rounded(matrix, OPERAND), tile_dy, kept * from_state, OPERAND)
+            d_tile_x = product(matrix, tile_dy, kept * from_state, OPERAND)
             if D is not None:
                 skip = tl.load(D.data + head * D.strides[0] + p * D.strides[1], mask=given_p, other=0).to(tl.float32)
                 d_tile_x += skip[None, :] * tile_dy.to(tl.float32)
@@ -366,7 +367,7 @@ def _run(x, dt, A, B, C, dt_bias, dt_softplus, dt_min, dt_max, seq_idx, D, z, in
         if seqlen == 1:
             _one_token(x, steps, B, C, D, z, initial_state, out, final_state)
         else:
-            shape = _shape(x, B)
+            shape = shape_of(x, (B, C), CHUNK, SHORTEST_SEGMENT)
             _scan(shape, prepare(shape, steps, seq_idx), x, B, C, D, z, initial_state, out, final_state)
     return out, final_state
 
@@ -387,29 +388,23 @@ def _one_token(x, steps, B, C, D, z, initial_state, out, final_state):
 
 
 def _scan(shape, scan, x, B, C, D, z, initial_state, out, final_state, d_out=None, d_z=None):
-    operand = operand_dtype(x, B, C)
     n, p = shape.state_block
-    entering = Walk(shape, scan, x, B, operand).entering_segments(initial_state)
+    entering = Walk(shape, scan, x, B).entering_segments(initial_state)
     _forward[(shape.walkers * shape.segments,)](
         *(scan, strided(x), strided(B), strided(C), _per_channel(D), strided(z), strided(entering), strided(out)),
         *(strided(by_segment(final_state)), strided(d_out), strided(d_z)),
         *(shape.seqlen, shape.segment, shape.segments, shape.nheads, shape.headdim, shape.d_state, shape.per_group),
-        OPERAND=operand,
+        OPERAND=shape.operand,
         Q=shape.chunk,
         N=n,
         P=p,
-        num_warps=4,
-        num_stages=2,
+        **shape.walking,
     )
 
 
 def _steps(dt, A, dt_bias, dt_softplus, dt_min, dt_max) -> StepSizes:
     dt_bias = None if dt_bias is None else dt_bias.contiguous()
     return StepSizes(dt, A.contiguous(), dt_bias, dt_softplus, dt_min, dt_max)
-
-
-def _shape(x: Tensor, B: Tensor) -> Shape:
-    return Shape(*x.shape, *B.shape[2:], CHUNK, SHORTEST_SEGMENT)
 
 
 def _per_channel(D: Tensor | None) -> Strided | None:
@@ -469,9 +464,8 @@ def _ssd_triton_backward(
 
 
 def _gradients(d_out, d_final, x, steps, B, C, seq_idx, D, z, initial_state):
-    shape = _shape(x, B)
+    shape = shape_of(x, (B, C), CHUNK, SHORTEST_SEGMENT)
     batch, chunks, nheads, headdim = shape.batch, shape.chunks, shape.nheads, shape.headdim
-    operand = operand_dtype(x, B, C)
     d_x, d_dt = x.new_empty(x.shape), steps.dt.new_empty(steps.dt.shape)
     new = steps.A.new_empty  # float32
     d_A = new(batch, chunks, nheads)
@@ -488,7 +482,7 @@ def _gradients(d_out, d_final, x, steps, B, C, seq_idx, D, z, initial_state):
             d_y = x.new_empty(x.shape, dtype=torch.float32)
             _scan(shape, scan, x, B, C, D, z, initial_state, d_y, None, d_out, d_z)
             d_out = d_y
-        states = Walk(shape, scan, x, B, operand)
+        states = Walk(shape, scan, x, B)
         entering = states.states(initial_state)
         gradients = states._replace(u=d_out, v=C, gradient=True)
         d_leaving = gradients.states(d_final, d_state)
@@ -501,13 +495,12 @@ def _gradients(d_out, d_final, x, steps, B, C, seq_idx, D, z, initial_state):
             *(strided(d_x), strided(d_dt), d_A, d_bias, d_D, strided(d_B), strided(d_C)),
             *(shape.seqlen, nheads, headdim, shape.d_state, shape.per_group, per_program, splits),
             **steps.options,
-            OPERAND=operand,
+            OPERAND=shape.operand,
             Q=shape.chunk,
             N=n,
             P=p,
             BLOCKS=triton.cdiv(headdim, p),
-            num_warps=8,
-            num_stages=1,
+            **GRADIENT_OPTIONS,
         )
     d_A = d_A.sum(dim=(0, 1))
     if d_bias is not None:
