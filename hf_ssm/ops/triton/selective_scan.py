@@ -3,8 +3,8 @@
 A program, one warp, has a block of channels of a row and goes through its tokens a tile at a time. Of a tile it holds
 the tokens' vectors, steps, inputs and outputs, in registers, and for one entry n of the states after the other runs
 through the tile's tokens; what it reads and writes for every n, the state before the tile, is one vector per tile. So
-one exponential per token, channel and n is all that the recurrence costs beside four products, and B and C of a token
-are numbers to a program.
+one exponential per token, channel and n is all that the recurrence costs beside four products. B and C of a token are
+numbers to a program; a first, small kernel puts those of neighbouring tokens side by side, as they will be read.
 
 Where rows and channels make too few programs to fill a GPU, rows are cut into chunks of tokens: the chunks' states
 from zero, the chain of the chunks, then every chunk again from the right state. Backward does the same from the other
@@ -25,9 +25,8 @@ from .common import LOG2_E, begins_sequence, exp, load_tokens, on_device_of, sig
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # What a program takes at a time: so many that a thread has 32 (forward) and 16 (backward) numbers of every vector.
-CHANNELS = 64
-FORWARD_TOKENS = 16
-BACKWARD_TOKENS = 8
+FORWARD_CHANNELS, FORWARD_TOKENS = 64, 16
+BACKWARD_CHANNELS, BACKWARD_TOKENS = 64, 8
 SEGMENT = 32  # tokens between the states that forward keeps for backward: 4 n / SEGMENT bytes per token and channel
 
 # A GPU is full with about four programs on each of the four schedulers of each of some 130 multiprocessors. Cutting
@@ -119,11 +118,12 @@ def forward(
                 x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, out, final_state, kept if keep else None
             )
             return results
-        cut = _Cut(x, A, B)
+        cut = _Cut(x, A, B, FORWARD_CHANNELS)
         A = A.t().contiguous()
+        B, C = cut.side_by_side(B, C)
         states = cut.states()
         shared = (x, dt, A, B, C, D, z, dt_bias, seq_idx)
-        sizes = (*cut.sizes, *_strides(x, dt, z, B, C, seq_idx))
+        sizes = (*cut.sizes, *_strides(x, dt, z, seq_idx))
         options = {"SOFTPLUS": dt_softplus, "TOKENS": FORWARD_TOKENS, "BLOCK": cut.block, "num_warps": 1}
         totals = None
         if cut.chunks > 1:
@@ -139,11 +139,11 @@ def forward(
 class _Cut:
     """How the work on a call is cut into programs."""
 
-    def __init__(self, x: Tensor, A: Tensor, B: Tensor):
+    def __init__(self, x: Tensor, A: Tensor, B: Tensor, channels: int):
         self.batch, self.seqlen, self.d_inner = x.shape
         self.d_state, self.ngroups = A.shape[1], B.shape[2]
         per_group = self.d_inner // self.ngroups
-        self.block = min(CHANNELS, triton.next_power_of_2(per_group))
+        self.block = min(channels, triton.next_power_of_2(per_group))
         self.blocks = triton.cdiv(per_group, self.block)  # of a group
         rows = self.batch * self.ngroups * self.blocks
         chunks = 1 if rows >= ENOUGH_PROGRAMS else triton.cdiv(WANTED_PROGRAMS, max(rows, 1))
@@ -151,8 +151,31 @@ class _Cut:
         self.chunk = SEGMENT * triton.cdiv(chunk, SEGMENT)
         self.chunks = triton.cdiv(self.seqlen, self.chunk)
         self.grid = (rows * self.chunks,)
-        self.sizes = (self.seqlen, self.chunk, self.chunks, self.d_state, per_group, self.ngroups, self.blocks)
+        self.pairs = SEGMENT // 2 * triton.cdiv(self.seqlen, SEGMENT)  # of neighbouring tokens
+        self.sizes = (
+            self.seqlen, self.chunk, self.chunks, self.d_state, per_group, self.ngroups, self.blocks, self.pairs
+        )  # fmt: skip
         self.like = x
+
+    def side_by_side(self, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+        """B and C as (b, g, n, pairs), two tokens' float32 numbers in each int64, zeros behind the last token."""
+        tokens = triton.next_power_of_2(min(self.seqlen, 64))
+        states = triton.next_power_of_2(min(self.d_state, 32))
+        rows = self.batch * self.ngroups
+        grid = (rows * triton.cdiv(2 * self.pairs, tokens), triton.cdiv(self.d_state, states), 2)
+        results = self._empty(2, self.batch, self.ngroups, self.d_state, 2 * self.pairs)
+        sizes = (self.seqlen, 2 * self.pairs, self.ngroups, self.d_state)
+        _side_by_side_kernel[grid](
+            B, C, results, *sizes, rows, *B.stride(), *C.stride(), TOKENS=tokens, STATES=states, num_warps=4
+        )
+        by_pairs = results.view(torch.int64)
+        return by_pairs[0], by_pairs[1]
+
+    def gradient_like(self, of_blocks: Tensor, t: Tensor) -> Tensor:
+        """The sum over blocks of (b, block, g, n, pairs) as (b, l, g, n) in t's dtype."""
+        of_tokens = of_blocks.view(torch.float32)[..., : self.seqlen]
+        total = of_tokens.squeeze(1) if self.blocks == 1 else of_tokens.sum(dim=1)
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(total.permute(0, 3, 1, 2))
 
     def states(self) -> Tensor:
         """Of each chunk a state that its program works on, (b, c, n, d)."""
@@ -171,10 +194,9 @@ def _channels_last(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-def _strides(x: Tensor, dt: Tensor, z: Tensor | None, B: Tensor, C: Tensor, seq_idx: Tensor | None) -> tuple[int, ...]:
-    nothing = (0, 0)
-    rows = ((t.stride()[:2] if t is not None else nothing) for t in (x, dt, z, seq_idx))
-    return (*(stride for pair in rows for stride in pair), *B.stride(), *C.stride())
+def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Those of rows and of tokens."""
+    return tuple(stride for t in tensors for stride in ((0, 0) if t is None else t.stride()[:2]))
 
 
 def _chain(cut: _Cut, A: Tensor, states: Tensor, totals: Tensor, first: Tensor | None, backwards: bool) -> None:
@@ -271,35 +293,33 @@ def backward(
     d_x, d_dt, d_z, d_state = (None if t is None else t.new_empty(t.shape) for t in (x, dt, z, initial_state))
     x, dt, z, d_out = (_channels_last(t) for t in (x, dt, z, d_out))
     d_final = None if d_final is None else d_final.contiguous()
-    cut = _Cut(x, A, B)
+    cut = _Cut(x, A, B, BACKWARD_CHANNELS)
     A = A.t().contiguous()
+    Bs, Cs = cut.side_by_side(B, C)
     carry = cut.states()
     d_A, d_D, d_bias = cut.states(), cut.totals(), cut.totals()
-    of_blocks = (cut.batch, cut.blocks, *B.shape[1:])
-    d_B, d_C = (
-        torch.empty(of_blocks, dtype=t.dtype if cut.blocks == 1 else torch.float32, device=t.device) for t in (B, C)
-    )
-    scratch = torch.empty(
-        cut.grid[0], SEGMENT // BACKWARD_TOKENS - 1, cut.d_state, cut.block, dtype=torch.float32, device=x.device
-    )
-    sizes = (*cut.sizes, *_strides(x, dt, z, B, C, seq_idx), *d_out.stride()[:2])
+    of_blocks = (cut.batch, cut.blocks, *Bs.shape[1:])
+    d_Bs, d_Cs = (torch.empty(of_blocks, dtype=torch.int64, device=x.device) for _ in range(2))
+    tiles = (cut.grid[0], SEGMENT // BACKWARD_TOKENS - 1, cut.d_state, cut.block)
+    scratch = torch.empty(tiles, dtype=torch.float32, device=x.device)
+    sizes = (*cut.sizes, *_strides(x, dt, z, seq_idx, d_out))
     options = {"SOFTPLUS": dt_softplus, "TOKENS": BACKWARD_TOKENS, "BLOCK": cut.block, "num_warps": 1}
     with on_device_of(x):
         if cut.chunks > 1:
             totals = cut.totals()
-            _carry_kernel[cut.grid](dt, A, C, z, dt_bias, seq_idx, d_out, carry, totals, *sizes, **options)
+            _carry_kernel[cut.grid](dt, A, Cs, z, dt_bias, seq_idx, d_out, carry, totals, *sizes, **options)
             _chain(cut, A, carry, totals, d_final, backwards=True)
         _backward_kernel[cut.grid](
-            x, dt, A, B, C, D, z, dt_bias, seq_idx, kept, d_out, d_final, carry, scratch,
-            d_x, d_dt, d_z, d_A, d_B, d_C, d_D, d_bias, d_state, *sizes,
+            x, dt, A, Bs, Cs, D, z, dt_bias, seq_idx, kept, d_out, d_final, carry, scratch,
+            d_x, d_dt, d_z, d_A, d_Bs, d_Cs, d_D, d_bias, d_state, *sizes,
             CHAINED=cut.chunks > 1, SEGMENT=SEGMENT, **options,
         )  # fmt: skip
     return (
         d_x,
         d_dt,
         d_A.sum(dim=(0, 1)).t().contiguous(),
-        d_B.squeeze(1) if cut.blocks == 1 else d_B.sum(dim=1).to(B.dtype),
-        d_C.squeeze(1) if cut.blocks == 1 else d_C.sum(dim=1).to(C.dtype),
+        cut.gradient_like(d_Bs, B),
+        cut.gradient_like(d_Cs, C),
         x.new_empty(0) if D is None else d_D.sum(dim=(0, 1)).to(D.dtype),
         x.new_empty(0) if d_z is None else d_z,
         x.new_empty(0) if dt_bias is None else d_bias.sum(dim=(0, 1)).to(dt_bias.dtype),
@@ -369,6 +389,25 @@ def _decay(step, a, restarts, j: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _numbers(pairs, TOKENS: tl.constexpr):
+    """TOKENS tokens' numbers, a tuple, from where their pairs begin: two are one load."""
+    numbers = ()
+    for j in tl.static_range(TOKENS // 2):
+        pair = tl.load(pairs + j)
+        numbers += (pair.to(tl.int32).to(tl.float32, bitcast=True),)
+        numbers += ((pair >> 32).to(tl.int32).to(tl.float32, bitcast=True),)
+    return numbers
+
+
+@triton.jit
+def _store_numbers(pairs, numbers, TOKENS: tl.constexpr):
+    for j in tl.static_range(TOKENS // 2):
+        low = numbers[2 * j].to(tl.uint32, bitcast=True).to(tl.int64)
+        high = numbers[2 * j + 1].to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(pairs + j, low | (high << 32))
+
+
+@triton.jit
 def _vector(pointer, channels, given):
     """Of every channel a number, in float32; zeros if there are none."""
     if pointer is None:
@@ -376,11 +415,34 @@ def _vector(pointer, channels, given):
     return tl.load(pointer + channels, mask=given, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["seqlen", "chunk", "chunks", "d_state", "blocks", "ngroups"])
+@triton.jit(do_not_specialize=["seqlen", "padded", "ngroups", "d_state", "rows"])
+def _side_by_side_kernel(
+    B, C, results, seqlen, padded, ngroups, d_state, rows, B_b, B_l, B_g, B_n, C_b, C_l, C_g, C_n,
+    TOKENS: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """B and C (b, l, g, n) -> results (2, b, g, n, l) in float32, zeros from seqlen on."""
+    tiles = tl.cdiv(padded, TOKENS)
+    of_row = tl.program_id(0) // tiles
+    row, group = (of_row // ngroups).to(tl.int64), of_row % ngroups
+    tokens = (tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    n = tl.program_id(1) * STATES + tl.arange(0, STATES)
+    given = (tokens < seqlen)[:, None] & (n < d_state)[None, :]
+    if tl.program_id(2) == 0:
+        here = B + row * B_b + group * B_g + tokens[:, None] * B_l + n[None, :] * B_n
+        values = tl.load(here, mask=given, other=0.0).to(tl.float32)
+    else:
+        here = C + row * C_b + group * C_g + tokens[:, None] * C_l + n[None, :] * C_n
+        values = tl.load(here, mask=given, other=0.0).to(tl.float32)
+    there = (tl.program_id(2) * rows + of_row).to(tl.int64) * d_state + n[:, None]
+    fits = (n < d_state)[:, None] & (tokens < padded)[None, :]
+    tl.store(results + there * padded + tokens[None, :], tl.trans(values), mask=fits)
+
+
+@triton.jit(do_not_specialize=["seqlen", "chunk", "chunks", "d_state", "blocks", "ngroups", "pairs"])
 def _forward_kernel(
     x, dt, A, B, C, D, z, dt_bias, seq_idx, initial_state, out, final_state, states, kept, totals,
-    seqlen, chunk, chunks, d_state, per_group, ngroups, blocks,
-    x_b, x_l, dt_b, dt_l, z_b, z_l, seq_idx_b, seq_idx_l, B_b, B_l, B_g, B_n, C_b, C_l, C_g, C_n,
+    seqlen, chunk, chunks, d_state, per_group, ngroups, blocks, pairs,
+    x_b, x_l, dt_b, dt_l, z_b, z_l, seq_idx_b, seq_idx_l,
     SOFTPLUS: tl.constexpr, CHAINED: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A (n, d), states (b, c, n, d). With `out` a chunk's outputs, from the state in `states` if CHAINED, else from
@@ -393,8 +455,8 @@ def _forward_kernel(
     end = tl.minimum(start + chunk, seqlen)
     x += row * x_b + channels
     dt += row * dt_b + channels
-    B += row * B_b + group * B_g
-    C += row * C_b + group * C_g
+    B += (row * ngroups + group) * d_state * pairs
+    C += (row * ngroups + group) * d_state * pairs
     states += (row * chunks + chunk_index) * d_state * d_inner + channels
     bias = _vector(dt_bias, channels, given)
     if out is not None:
@@ -439,12 +501,13 @@ def _forward_kernel(
                 begins = first % SEGMENT == 0
                 tl.store(kept + (segment * d_state + n) * d_inner, h, mask=given & begins)
             sums = ()
+            bs = _numbers(B + n * pairs + token // 2, TOKENS)
+            if out is not None:
+                cs = _numbers(C + n * pairs + token // 2, TOKENS)
             for j in tl.static_range(TOKENS):
-                b = tl.load(B + (token + j) * B_l + n * B_n, mask=j < count, other=0.0).to(tl.float32)
-                h = _decay(steps[j], a, restarts, j, PACKED) * h + inputs[j] * b
+                h = _decay(steps[j], a, restarts, j, PACKED) * h + inputs[j] * bs[j]
                 if out is not None:
-                    c = tl.load(C + (token + j) * C_l + n * C_n, mask=j < count, other=0.0).to(tl.float32)
-                    sums += (ys[j] + c * h,)
+                    sums += (ys[j] + cs[j] * h,)
             ys = sums
             tl.store(states + n * d_inner, h, mask=given)
         if out is not None:
@@ -540,11 +603,11 @@ def _through_gate(d_out, z, TOKENS: tl.constexpr):
     return d_ys
 
 
-@triton.jit(do_not_specialize=["seqlen", "chunk", "chunks", "d_state", "blocks", "ngroups"])
+@triton.jit(do_not_specialize=["seqlen", "chunk", "chunks", "d_state", "blocks", "ngroups", "pairs"])
 def _carry_kernel(
     dt, A, C, z, dt_bias, seq_idx, d_out, carry, totals,
-    seqlen, chunk, chunks, d_state, per_group, ngroups, blocks,
-    x_b, x_l, dt_b, dt_l, z_b, z_l, seq_idx_b, seq_idx_l, B_b, B_l, B_g, B_n, C_b, C_l, C_g, C_n, d_out_b, d_out_l,
+    seqlen, chunk, chunks, d_state, per_group, ngroups, blocks, pairs,
+    x_b, x_l, dt_b, dt_l, z_b, z_l, seq_idx_b, seq_idx_l, d_out_b, d_out_l,
     SOFTPLUS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a chunk adds to the gradient of the state before it, in `carry` (b, c, n, d), and the sum of its steps in
@@ -555,7 +618,7 @@ def _carry_kernel(
     start = chunk_index * chunk
     end = tl.minimum(start + chunk, seqlen)
     dt += row * dt_b + channels
-    C += row * C_b + group * C_g
+    C += (row * ngroups + group) * d_state * pairs
     d_out += row * d_out_b + channels
     carry += (row * chunks + chunk_index) * d_state * d_inner + channels
     bias = _vector(dt_bias, channels, given)
@@ -585,9 +648,9 @@ def _carry_kernel(
         for n in range(d_state):
             a = tl.load(A + n * d_inner + channels, mask=given, other=0.0) * LOG2_E
             e = tl.load(carry + n * d_inner, mask=given, other=0.0)
+            cs = _numbers(C + n * pairs + token // 2, TOKENS)
             for j in tl.static_range(TOKENS - 1, -1, -1):
-                c = tl.load(C + (token + j) * C_l + n * C_n, mask=j < count, other=0.0).to(tl.float32)
-                e = _decay(steps[j], a, restarts, j, PACKED) * (c * d_ys[j] + e)
+                e = _decay(steps[j], a, restarts, j, PACKED) * (cs[j] * d_ys[j] + e)
             tl.store(carry + n * d_inner, e, mask=given)
     tl.store(totals + (row * chunks + chunk_index) * d_inner + channels, total, mask=given)
 
@@ -607,16 +670,16 @@ def _state_before_tile(kept, scratch, tile, given):
     return from_forward + tl.load(scratch, mask=given & (tile > 0), other=0.0)
 
 
-@triton.jit(do_not_specialize=["seqlen", "chunk", "chunks", "d_state", "blocks", "ngroups"])
+@triton.jit(do_not_specialize=["seqlen", "chunk", "chunks", "d_state", "blocks", "ngroups", "pairs"])
 def _backward_kernel(
     x, dt, A, B, C, D, z, dt_bias, seq_idx, kept, d_out, d_final, carry, scratch,
     d_x, d_dt, d_z, d_A, d_B, d_C, d_D, d_bias, d_initial,
-    seqlen, chunk, chunks, d_state, per_group, ngroups, blocks,
-    x_b, x_l, dt_b, dt_l, z_b, z_l, seq_idx_b, seq_idx_l, B_b, B_l, B_g, B_n, C_b, C_l, C_g, C_n, d_out_b, d_out_l,
+    seqlen, chunk, chunks, d_state, per_group, ngroups, blocks, pairs,
+    x_b, x_l, dt_b, dt_l, z_b, z_l, seq_idx_b, seq_idx_l, d_out_b, d_out_l,
     SOFTPLUS: tl.constexpr, CHAINED: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A chunk, its last token first, from the gradient of the state behind it: in `carry` (b, c, n, d) if CHAINED,
-    else `d_final`. d_A (b, c, n, d), d_D, d_bias (b, c, d); d_B, d_C (b, block, l, g, n)."""
+    else `d_final`. d_A (b, c, n, d), d_D, d_bias (b, c, d); d_B, d_C (b, block, g, n, pairs)."""
     PACKED: tl.constexpr = seq_idx is not None
     TILES: tl.constexpr = SEGMENT // TOKENS
     d_inner = per_group * ngroups
@@ -626,8 +689,8 @@ def _backward_kernel(
     end = tl.minimum(start + chunk, seqlen)
     x += row * x_b + channels
     dt += row * dt_b + channels
-    B += row * B_b + group * B_g
-    C += row * C_b + group * C_g
+    B += (row * ngroups + group) * d_state * pairs
+    C += (row * ngroups + group) * d_state * pairs
     kept += row * tl.cdiv(seqlen, SEGMENT) * d_state * d_inner + channels
     d_out += row * d_out_b + channels
     rows_before = row * seqlen * d_inner + channels
@@ -636,7 +699,7 @@ def _backward_kernel(
     place = (row * chunks + chunk_index) * d_inner
     carry += place * d_state + channels
     d_A += place * d_state + channels
-    of_block = ((row * blocks + block) * seqlen * ngroups + group) * d_state
+    of_block = ((row * blocks + block) * ngroups + group) * d_state * pairs
     d_B += of_block
     d_C += of_block
     scratch += program.to(tl.int64) * (TILES - 1) * d_state * BLOCK + tl.arange(0, BLOCK)
@@ -673,9 +736,9 @@ def _backward_kernel(
                 a = tl.load(A + n * d_inner + channels, mask=given, other=0.0) * LOG2_E
                 here = scratch + (tile * d_state + n) * BLOCK
                 h = _state_before_tile(kept_here + n * d_inner, here - d_state * BLOCK, tile, given)
+                bs = _numbers(B + n * pairs + token // 2, TOKENS)
                 for j in tl.static_range(TOKENS):
-                    b = tl.load(B + (token + j) * B_l + n * B_n, mask=j < count, other=0.0).to(tl.float32)
-                    h = _decay(steps[j], a, restarts, j, PACKED) * h + inputs[j] * b
+                    h = _decay(steps[j], a, restarts, j, PACKED) * h + inputs[j] * bs[j]
                 tl.store(here, h, mask=given)
 
         for tiles_behind in range(TILES):
@@ -699,12 +762,10 @@ def _backward_kernel(
                 h = _state_before_tile(kept_here + n * d_inner, at, tile, given)
                 states = (h,)
                 decays = ()
-                bs = ()
-                cs = ()
                 sums = ()
+                bs = _numbers(B + n * pairs + token // 2, TOKENS)
+                cs = _numbers(C + n * pairs + token // 2, TOKENS)
                 for j in tl.static_range(TOKENS):
-                    bs += (tl.load(B + (token + j) * B_l + n * B_n, mask=j < count, other=0.0).to(tl.float32),)
-                    cs += (tl.load(C + (token + j) * C_l + n * C_n, mask=j < count, other=0.0).to(tl.float32),)
                     decays += (_decay(steps[j], a, restarts, j, PACKED),)
                     h = decays[j] * h + inputs[j] * bs[j]
                     states += (h,)
@@ -714,11 +775,12 @@ def _backward_kernel(
                 d_a = tl.load(d_A + n * d_inner, mask=given, other=0.0)
                 input_sums = ()
                 step_sums = ()
+                d_bs = ()
+                d_cs = ()
                 for j in tl.static_range(TOKENS - 1, -1, -1):
                     d_h = cs[j] * d_ys[j] + e
-                    there = (token + j) * ngroups * d_state + n
-                    tl.store(d_B + there, tl.sum(d_h * inputs[j], axis=0), mask=j < count)
-                    tl.store(d_C + there, tl.sum(states[j + 1] * d_ys[j], axis=0), mask=j < count)
+                    d_bs += (tl.sum(d_h * inputs[j], axis=0),)
+                    d_cs += (tl.sum(states[j + 1] * d_ys[j], axis=0),)
                     input_sums += (d_inputs[j] + bs[j] * d_h,)
                     d_exponent = d_h * (decays[j] * states[j])  # of steps[j] A
                     step_sums += (d_steps[j] + d_exponent * a,)
@@ -728,6 +790,8 @@ def _backward_kernel(
                 d_steps = _turned(step_sums, TOKENS)
                 tl.store(carry + n * d_inner, e, mask=given)
                 tl.store(d_A + n * d_inner, d_a, mask=given)
+                _store_numbers(d_B + n * pairs + token // 2, _turned(d_bs, TOKENS), TOKENS)
+                _store_numbers(d_C + n * pairs + token // 2, _turned(d_cs, TOKENS), TOKENS)
             for j in tl.static_range(TOKENS):
                 here = given & (j < count)
                 there = (token + j) * d_inner
