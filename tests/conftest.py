@@ -13,18 +13,32 @@ if importlib.util.find_spec("triton") and not (torch.cuda.is_available() or torc
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def let_interpreted_loops_end():
-    """Triton 3.6 reads the bounds of a loop that it interprets as NumPy 2.4 refuses: int() of an array of one number."""
+def mend_interpreter():
+    """Triton 3.6 reads the bounds of a loop that it interprets as NumPy 2.4 refuses, by int() of an array of one
+    number. And every function that a kernel calls patches triton.language again, which takes a third of the time."""
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    patched = set()  # by the launch that is being interpreted
 
-    def patch_and_repair(tensor, scope):
-        patch(tensor, scope)
+    def patch_tensor_and_mend(tensor, scope):
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patch_and_repair
+    def patch_once(function):
+        module = id(function.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()
+        is_launch = not patched
+        patched.add(module)
+        scope = patch(function)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, patch_tensor_and_mend
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    let_interpreted_loops_end()
+    mend_interpreter()

@@ -232,7 +232,9 @@ EVERY_IDS = [f"{operator.name}-{backend}" for operator, backend in EVERY]
 
 
 # Constants of a `triton` kernel's module and the values that make sequences of a few tokens cross its boundaries.
-TRITON_PARTS: dict[str, dict[str, int]] = {}
+TRITON_PARTS: dict[str, dict[str, int]] = {
+    "selective_scan": {"FORWARD_TOKENS": 4, "BACKWARD_TOKENS": 2, "SEGMENT": 4, "SHORTEST_CHUNK": 16},
+}
 
 
 def set_chunks(monkeypatch, operator: str, tensors: dict[str, Tensor], chunk: int, per_segment: int) -> None:
