@@ -15,15 +15,22 @@ if importlib.util.find_spec("triton") and not (torch.cuda.is_available() or torc
 
 def mend_interpreter():
     """Triton 3.6 reads the bounds of a loop that it interprets as NumPy 2.4 refuses, by int() of an array of one
-    number. And every function that a kernel calls patches triton.language again, which takes a third of the time."""
+    number. It cuts float32 to bfloat16 where GPUs round to the nearest. And every function that a kernel calls patches
+    triton.language again, which takes a third of the time."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    convert, patch, patch_tensor = interpreter._convert_float, interpreter._patch_lang, interpreter._patch_lang_tensor
     patched = set()  # by the launch that is being interpreted
 
     def patch_tensor_and_mend(tensor, scope):
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def convert_and_round(data, given, wanted, rounding_mode):
+        if (given, wanted) != (tl.float32, tl.bfloat16):
+            return convert(data, given, wanted, rounding_mode)
+        return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
 
     def patch_once(function):
         module = id(function.__globals__)
@@ -37,6 +44,7 @@ def mend_interpreter():
             scope.restore = lambda: (patched.clear(), restore())
         return scope
 
+    interpreter._convert_float = convert_and_round
     interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, patch_tensor_and_mend
 
 
