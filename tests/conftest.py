@@ -13,39 +13,40 @@ if importlib.util.find_spec("triton") and not (torch.cuda.is_available() or torc
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def let_interpreted_loops_end():
-    """Triton 3.6 reads the bounds of a loop that it interprets as NumPy 2.4 refuses: int() of an array of one number."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_repair(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_and_repair
-
-
-def let_interpreted_numbers_round():
-    """Triton 3.6 cuts off what of a float32 does not fit into a bfloat16 when it interprets; a GPU rounds to nearest."""
-    import numpy as np
+def mend_interpreter():
+    """Triton 3.6 reads the bounds of a loop that it interprets as NumPy 2.4 refuses, by int() of an array of one
+    number. It cuts float32 to bfloat16 where GPUs round to the nearest. And every function that a kernel calls patches
+    triton.language again, which takes a third of the time."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    convert = interpreter._convert_float
+    convert, patch, patch_tensor = interpreter._convert_float, interpreter._patch_lang, interpreter._patch_lang_tensor
+    patched = set()  # by the launch that is being interpreted
 
-    def convert_as_a_gpu(numbers, from_dtype, to_dtype, rounding_mode):
-        if (from_dtype, to_dtype) == (tl.float32, tl.bfloat16):
-            bits = numbers.view(np.uint32).astype(np.uint64)
-            rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-            return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
-        if (from_dtype, to_dtype) == (tl.bfloat16, tl.float32):
-            return numbers.view(np.uint16).astype(np.uint32) << 16
-        return convert(numbers, from_dtype, to_dtype, rounding_mode)
+    def patch_tensor_and_mend(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._convert_float = convert_as_a_gpu
+    def convert_and_round(data, given, wanted, rounding_mode):
+        if (given, wanted) != (tl.float32, tl.bfloat16):
+            return convert(data, given, wanted, rounding_mode)
+        return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+
+    def patch_once(function):
+        module = id(function.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()
+        is_launch = not patched
+        patched.add(module)
+        scope = patch(function)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._convert_float = convert_and_round
+    interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, patch_tensor_and_mend
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    let_interpreted_loops_end()
-    let_interpreted_numbers_round()
+    mend_interpreter()

@@ -235,6 +235,7 @@ EVERY_IDS = [f"{operator.name}-{backend}" for operator, backend in EVERY]
 TRITON_PARTS: dict[str, dict[str, int]] = {
     "ssd": {"CHUNK": 16, "SHORTEST_SEGMENT": 1},
     "quasiseparable": {"CHUNK": 16, "SHORTEST_SEGMENT": 1},
+    "selective_scan": {"FORWARD_TOKENS": 4, "BACKWARD_TOKENS": 2, "SEGMENT": 4, "SHORTEST_CHUNK": 16},
 }
 
 

@@ -65,6 +65,18 @@ def silu_slope(x):
 
 
 @triton.jit
+def load_tokens(pointers, stride, count, given, TOKENS: tl.constexpr):
+    """TOKENS tokens that are `stride` apart, a tuple of float32 vectors; zeros from the `count`-th on, and where a
+    channel is not `given`."""
+    rows = ()
+    for j in tl.static_range(TOKENS):
+        rows += (
+            tl.load(pointers + j * tl.cast(stride, tl.int64), mask=given & (j < count), other=0.0).to(tl.float32),
+        )
+    return rows
+
+
+@triton.jit
 def begins_sequence(seq_idx, tokens, stride, given):
     """Whether each of a row's `tokens` is of another sequence than the one before it; token 0 is not: it continues the
     initial state. `seq_idx`: the row's first element; `given`: which tokens there are."""
