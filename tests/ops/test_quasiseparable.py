@@ -36,7 +36,7 @@ def test_agrees_with_reference(monkeypatch, backend, dtype, per_segment, seqlen)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seqlen", [63, 64, 65, 200, 256, 257, 600])
+@pytest.mark.parametrize("seqlen", [63, 64, 65, 600, 200, 256, 257])
 def test_agrees_with_reference_in_chunks_as_shipped(backend, seqlen):
     tensors = quasiseparable_inputs(seqlen=seqlen)
     want = outputs_and_grads(QUASISEPARABLE("reference"), tensors)

@@ -1,12 +1,13 @@
-"""What the kernels of the chunked scans share: decays inside a chunk, exact products, states on their way through chunks.
+"""What the kernels of the chunked scans share: decays inside a chunk, exact products, states that walk from chunk to
+chunk.
 
 State space duality (arXiv:2405.21060, section 6): a chunk of tokens is a small matrix on its diagonal and, through the
-state that enters it, a product with everything outside. A state is a tile (d_state, headdim) in float32; a program that
-walks a row keeps it in registers from chunk to chunk. A row that too few programs would walk is cut into segments of
-several chunks, whose states are found first and chained.
+state that enters it, a product with everything outside. A state is a tile (d_state, headdim) in float32; a program
+that walks a row keeps it in registers from chunk to chunk. Rows that too few programs would walk are cut into segments
+of several chunks, whose states are found first and chained.
 
-Of a scan against the tokens' order everything is mirrored: its state `enters` a chunk from behind and `leaves` it at its
-front. The gradient of a state walks the other way than the state.
+Of a scan against the tokens' order everything is mirrored: its state `enters` a chunk from behind and `leaves` it at
+its front. The gradient of a state walks the other way than the state.
 
 q, k positions inside a chunk   n d_state   p headdim
 """
@@ -23,6 +24,8 @@ from .common import LOG2_E, begins_sequence, sigmoid, softplus
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
 PROGRAMS = 264  # so many keep a large GPU busy: two for each of an H200's 132 multiprocessors
+STATES_BYTES = 1 << 29  # of memory for states in backward, which takes as many rows at once as fit
+FARTHEST = 1 << 22  # elements between neighbours: offsets inside a tile have 32 bits, and a tile 512 rows or columns
 
 # --- tensors as kernels take them ----------------------------------------------------------------------------------
 
@@ -33,6 +36,13 @@ class Strided(NamedTuple):
 
 
 def strided(t: Tensor | None) -> Strided | None:
+    """An input or output (b, l, ...)."""
+    if t is not None and any(stride > FARTHEST for stride in t.stride()[1:]):
+        t = t.contiguous()
+    return as_it_is(t)
+
+
+def as_it_is(t: Tensor | None) -> Strided | None:
     return None if t is None else Strided(t, t.stride())
 
 
@@ -155,10 +165,9 @@ def sums_before(scan, place, q):
 
 
 @triton.jit
-def decays_between(rows_high, rows_low, columns_high, columns_low, seen):
-    """exp(rows - columns), (rows, columns), of sums of log decays; 0 where not `seen`."""
-    exponents = (rows_high[:, None] - columns_high[None, :]) + (rows_low[:, None] - columns_low[None, :])
-    return tl.exp2(tl.where(seen, exponents, -float("inf")))
+def differences(rows_high, rows_low, columns_high, columns_low):
+    """rows - columns, (rows, columns), of sums of log decays."""
+    return (rows_high[:, None] - columns_high[None, :]) + (rows_low[:, None] - columns_low[None, :])
 
 
 @triton.jit
@@ -180,11 +189,8 @@ def state_decays(scan, place, q, Q: tl.constexpr, FROM_FRONT: tl.constexpr, AT_T
         high, low = sums_up_to(scan, place, q)
     else:
         high, low = sums_before(scan, place, q)
-    if FROM_FRONT:
-        weights = tl.exp2(high + low)
-    else:
-        weights = tl.exp2((all_high - high) + (all_low - low))
-    return weights, tl.exp2(all_high + all_low)
+    exponents = high + low if FROM_FRONT else (all_high - high) + (all_low - low)
+    return tl.exp2(exponents), tl.exp2(all_high + all_low)
 
 
 @triton.jit
@@ -205,19 +211,19 @@ def edge_runs(scan, row_chunk, last_chunk, Q: tl.constexpr, BACKWARD: tl.constex
 def rounded(t, OPERAND: tl.constexpr):
     """A computed operand of products that are rounded to 16 bits themselves, or are summed up to such gradients: no
     better than the inputs where these are bfloat16. (float16's range is too small for what was computed.)"""
-    return t.to(OPERAND) if OPERAND == tl.bfloat16 else t
+    return t.to(tl.bfloat16) if OPERAND.is_bf16() else t
 
 
 @triton.jit
 def product(a, b, sum, OPERAND: tl.constexpr):
-    """sum + a b, in float32; `sum` may be None. `OPERAND`: dtype of the inputs. An operand in it is taken as it is; one
-    in float32 was computed, and 16 bits would lose half of it: it becomes the sum of two in that dtype.
+    """sum + a b, in float32; `sum` may be None. `OPERAND`: dtype of the inputs. An operand in it is taken as it is;
+    one in float32 was computed, and 16 bits would lose half of it: it becomes the sum of two in that dtype.
 
     Matrix units take 16-bit operands much faster than float32. What is left out of the products is 2^-16 of them.
     """
-    if OPERAND == tl.float32:
+    if OPERAND.is_fp32():
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=sum, input_precision="ieee")
-    elif OPERAND == tl.float16 and (a.dtype == tl.float32 or b.dtype == tl.float32):  # its range is small
+    elif OPERAND.is_fp16() and (a.dtype == tl.float32 or b.dtype == tl.float32):  # its range is small
         a, a_scale = _scaled(a)
         b, b_scale = _scaled(b)
         scaled = _product_of_parts(a, b, None, OPERAND) * (a_scale * b_scale)
@@ -241,7 +247,7 @@ def _product_of_parts(a, b, sum, OPERAND: tl.constexpr):
 @triton.jit
 def _parts(t, OPERAND: tl.constexpr):
     """t as a sum of two."""
-    if OPERAND == tl.bfloat16:  # half of a float32's bits: cheaper than a conversion there and back
+    if OPERAND.is_bf16():  # half of a float32's bits: cheaper than a conversion there and back
         bits = (t.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000
         high = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         return high, (t - bits.to(tl.float32, bitcast=True)).to(tl.bfloat16)
@@ -316,8 +322,8 @@ def _walk(
 
     state = tl.zeros((N, P), dtype=tl.float32)
     if initial is not None:
-        base = start_of(initial, row, part, head)
-        state = load_tile(base, n, p, initial.strides[3], initial.strides[4], given_n, given_p)
+        begins = start_of(initial, row, part.to(tl.int64), head)
+        state = load_tile(begins, n, p, initial.strides[3], initial.strides[4], given_n, given_p)
     through = tl.full((), 1.0, tl.float32)
     for i in range(count):
         chunk = first_chunk + i
@@ -353,14 +359,12 @@ def _walk(
         tl.store(across + (row * segments + part) * nheads + head, through)
         ends = part >= 0
     if last is not None:
-        base = start_of(last, row, part, head)
+        base = start_of(last, row, part.to(tl.int64), head)
         store_tile(base, state, n, p, last.strides[3], last.strides[4], given_n & ends, given_p)
 
 
 @triton.jit(do_not_specialize=["segments"])
-def _chain(
-    states, across, initial, segments, nheads, headdim, d_state, REVERSE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _chain(states, across, initial, segments, nheads, headdim, d_state, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
     """(batch, segments, nheads, d_state, headdim): what each segment adds to a state -> the state that enters it."""
     blocks = tl.cdiv(d_state * headdim, BLOCK)
     head = (tl.program_id(0) // blocks) % nheads
@@ -427,8 +431,8 @@ def _read_gradients(
     q, n = tl.arange(0, Q), tl.arange(0, N)
     given, given_n = q < seqlen - start, n < d_state
     given_C = given & (q + SHIFT < seqlen - start) & (q + SHIFT >= 0 - start)
-    base = start_of(C, row, start + SHIFT, group)
-    tile_C = load_tile(base, q, n, C.strides[1], C.strides[3], given_C, given_n).to(tl.float32)
+    of_group = start_of(C, row, start + SHIFT, group)
+    tile_C = load_tile(of_group, q, n, C.strides[1], C.strides[3], given_C, given_n).to(tl.float32)
     if scan.runs is not None:
         runs = tl.load(scan.runs + row_chunk * Q + q)
         entering, leaving = edge_runs(scan, row_chunk, chunk == chunks - 1, Q, BACKWARD)
@@ -504,7 +508,7 @@ class Shape(NamedTuple):
     def state_block(self) -> tuple[int, int]:
         """d_state and headdim of a state tile: all of d_state, and as many channels as registers hold."""
         n = padded(self.d_state)
-        return n, min(padded(self.headdim), 64, max(16, (2048 if self.operand == tl.float32 else 8192) // n))
+        return n, min(padded(self.headdim), 64, max(16, (1024 if self.operand == tl.float32 else 8192) // n))
 
     @property
     def walking(self) -> dict[str, int]:
@@ -521,6 +525,17 @@ class Shape(NamedTuple):
         """Chunks that a program walks."""
         segments = max(1, min(PROGRAMS // max(self.walkers, 1), self.chunks // self.shortest_segment))
         return triton.cdiv(self.chunks, segments)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Of which backward keeps the states of one direction and their gradients."""
+        states = 2 * self.chunks * self.nheads * self.headdim * self.d_state * self.state_dtype.itemsize
+        return max(1, STATES_BYTES // max(1, states))
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of the states that backward's products take as operands, see `rounded`."""
+        return torch.bfloat16 if self.operand == tl.bfloat16 else torch.float32
 
     @property
     def segments(self) -> int:
@@ -580,11 +595,11 @@ class Walk(NamedTuple):
     shifted: bool = False
 
     def states(self, initial: Tensor | None = None, last: Tensor | None = None) -> Tensor:
-        """(b, chunks, h, n, p): the state that enters each chunk, as an operand of backward's products. `initial` enters
-        the row, and the one that leaves it is written into `last`: both (b, h, p, n), or None."""
+        """(b, chunks, h, n, p): the state that enters each chunk, as an operand of backward's products. `initial`
+        enters the row, and the one that leaves it is written into `last`: both (b, h, p, n), or None."""
         shape = self.shape
         sizes = (shape.batch, shape.chunks, shape.nheads, shape.d_state, shape.headdim)
-        states = self.u.new_empty(sizes, dtype=torch.bfloat16 if shape.operand == tl.bfloat16 else torch.float32)
+        states = self.u.new_empty(sizes, dtype=shape.state_dtype)
         self._launch(self.entering_segments(initial), states, by_segment(last), None)
         return states
 
@@ -599,7 +614,7 @@ class Walk(NamedTuple):
         self._launch(None, None, states, across)
         block = 1024
         _chain[(shape.batch * shape.nheads * triton.cdiv(shape.d_state * shape.headdim, block),)](
-            *(states, across, strided(by_segment(initial))),
+            *(states, across, as_it_is(by_segment(initial))),
             *(shape.segments, shape.nheads, shape.headdim, shape.d_state),
             REVERSE=self.backward != self.gradient,
             BLOCK=block,
@@ -610,7 +625,7 @@ class Walk(NamedTuple):
         shape = self.shape
         n, p = shape.state_block
         _walk[(shape.walkers * shape.segments,)](
-            *(self.scan, strided(self.u), strided(self.v), strided(initial), states, strided(last), across),
+            *(self.scan, strided(self.u), strided(self.v), as_it_is(initial), states, as_it_is(last), across),
             *(shape.seqlen, shape.segment, shape.segments, shape.nheads, shape.headdim, shape.d_state),
             shape.per_group,
             BACKWARD=self.backward,
@@ -630,7 +645,7 @@ def by_segment(state: Tensor | None) -> Tensor | None:
 
 
 def read_gradients(walk: Walk, splits: int, per_program: int, states: Tensor, d_leaving: Tensor):
-    """`_read_gradients` of a direction whose states, and their gradients, are given; `walk` is that of the gradients."""
+    """`_read_gradients` of a direction whose states and their gradients are given; `walk` is that of the gradients."""
     shape, new = walk.shape, walk.scan.steps.new_empty
     sizes = (shape.batch, shape.chunks)
     d_C = new(splits, *sizes, shape.chunk, shape.ngroups, shape.d_state)

@@ -1,9 +1,9 @@
 """The `triton` backend of `hf_ssm.ops.quasiseparable`.
 
 x is read where it lies, in both directions, and there are no flipped copies. In one chunk both directions are one full
-matrix, the forward one below its diagonal and the backward one above it, so one product with x serves both; the diagonal
-comes with it. The backward direction's states are computed first, at every chunk's end; then programs walk the heads
-from the front, with the forward state in registers (see `chunks`).
+matrix, the forward one below its diagonal and the backward one above it, so one product with x serves both. The
+backward direction's states are computed first, at every chunk's end; then programs walk the heads from the front, with
+the forward state in registers (see `chunks`).
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from ..library import at_once, single
 from .chunks import (
     GRADIENT_OPTIONS,
     Scan,
-    Shape,
     StepSizes,
     Walk,
+    as_it_is,
     chunk_of_program,
-    decays_between,
+    differences,
     edge_runs,
     load_tile,
     prepare,
@@ -43,27 +43,24 @@ SHORTEST_SEGMENT = 4  # chunks: a segment costs another look at its tokens, and 
 
 
 @triton.jit
-def _decay_matrix(forward, backward, place, rows, columns, READS_ROW: tl.constexpr, connected):
-    """exp of the log decays between the token that is read and the one that reads it, of the forward direction where
-    the latter comes later, of the backward one where it comes earlier; 0 where they are one or not `connected`.
-    `READS_ROW`: rows read columns, else the other way round."""
-    forward_read, forward_read_low = sums_before(forward, place, rows if READS_ROW else columns)
-    forward_own, forward_own_low = sums_up_to(forward, place, columns if READS_ROW else rows)
-    backward_read, backward_read_low = sums_up_to(backward, place, rows if READS_ROW else columns)
-    backward_own, backward_own_low = sums_before(backward, place, columns if READS_ROW else rows)
-    if READS_ROW:
-        later, earlier = rows[:, None] > columns[None, :], rows[:, None] < columns[None, :]
-        below = decays_between(forward_read, forward_read_low, forward_own, forward_own_low, later & connected)
-        above = decays_between(
-            0.0 - backward_read, 0.0 - backward_read_low, 0.0 - backward_own, 0.0 - backward_own_low, earlier & connected
-        )
+def _decay_matrix(forward, backward, place, q, connected, ROWS_READ: tl.constexpr):
+    """What is left of a token at the one that reads it, from the forward direction where the latter comes later, from
+    the backward one where it comes earlier; 0 where they are one, or not `connected`. `ROWS_READ`: rows are the tokens
+    that read, else those that are read."""
+    reads_forward, reads_forward_low = sums_before(forward, place, q)
+    adds_forward, adds_forward_low = sums_up_to(forward, place, q)
+    reads_backward, reads_backward_low = sums_up_to(backward, place, q)
+    adds_backward, adds_backward_low = sums_before(backward, place, q)
+    if ROWS_READ:
+        later = q[:, None] > q[None, :]
+        below = differences(reads_forward, reads_forward_low, adds_forward, adds_forward_low)
+        above = 0.0 - differences(reads_backward, reads_backward_low, adds_backward, adds_backward_low)
     else:
-        later, earlier = rows[:, None] < columns[None, :], rows[:, None] > columns[None, :]
-        below = decays_between(
-            0.0 - forward_own, 0.0 - forward_own_low, 0.0 - forward_read, 0.0 - forward_read_low, later & connected
-        )
-        above = decays_between(backward_own, backward_own_low, backward_read, backward_read_low, earlier & connected)
-    return tl.where(later, below, above)
+        later = q[:, None] < q[None, :]
+        below = 0.0 - differences(adds_forward, adds_forward_low, reads_forward, reads_forward_low)
+        above = differences(adds_backward, adds_backward_low, reads_backward, reads_backward_low)
+    seen = connected & (q[:, None] != q[None, :])
+    return tl.exp2(tl.where(seen, tl.where(later, below, above), -float("inf")))
 
 
 @triton.jit(do_not_specialize=["seqlen", "segment", "segments"])
@@ -91,8 +88,8 @@ def _forward(
     N: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Walks through one segment's chunks, for some channels of one head; `initial` is the forward state that enters the
-    segment, `behind` has the backward states that enter the chunks."""
+    """Walks through one segment's chunks, for some channels of one head; `initial` is the forward state that enters
+    the segment, `behind` has the backward states that enter the chunks."""
     blocks, chunks = tl.cdiv(headdim, P), tl.cdiv(seqlen, Q)
     program = tl.program_id(0)
     head = (program // blocks) % nheads
@@ -105,8 +102,8 @@ def _forward(
 
     state = tl.zeros((N, P), dtype=tl.float32)
     if initial is not None:
-        base = start_of(initial, row, part, head)
-        state = load_tile(base, n, p, initial.strides[3], initial.strides[4], given_n, given_p)
+        begins = start_of(initial, row, part.to(tl.int64), head)
+        state = load_tile(begins, n, p, initial.strides[3], initial.strides[4], given_n, given_p)
     for i in range(tl.minimum(segment, chunks - part * segment)):
         chunk = part * segment + i
         row_chunk = row * chunks + chunk
@@ -151,7 +148,7 @@ def _forward(
         above = product(tile_C, tl.trans(tile_B), None, OPERAND) * steps[None, :]
 
         matrix = tl.where(q[:, None] > q[None, :], below, above)
-        matrix *= _decay_matrix(forward, backward, place, q, q, True, connected)
+        matrix *= _decay_matrix(forward, backward, place, q, connected, ROWS_READ=True)
         y = product(rounded(matrix, OPERAND), tile_x.to(OPERAND), y, OPERAND)
         if diagonal is not None:
             base = diagonal.data + row * diagonal.strides[0] + start * diagonal.strides[1] + head * diagonal.strides[2]
@@ -162,8 +159,7 @@ def _forward(
 
 @triton.jit
 def _log_decay_gradient(through_matrix, d_read, d_keep, d_across, BACKWARD: tl.constexpr):
-    """Of each token's log decay: that of what is read after it of the state before it. A token's own decay is no part of
-    what its output reads, but of all that passes it."""
+    """Of each token's log decay, which is no part of what is read at the token itself, but of all that passes it."""
     if BACKWARD:
         d_read, d_keep = d_keep, d_read  # mirrored: what is kept comes from behind
     after = tl.cumsum(d_read, 0, reverse=True) - d_read
@@ -192,7 +188,8 @@ def _store_BC_gradients(
     d_tile_C = load_tile(d_read_C + base, q, n, groups * d_state, 1, given, given_n)
     d_tile_C = product(tl.trans(d_scores), tile_B, d_tile_C, OPERAND)
     base = d_C.data + split * d_C.strides[0] + row * d_C.strides[1] + group * d_C.strides[3]
-    store_tile(base + (start + SHIFT) * d_C.strides[2], d_tile_C, q, n, d_C.strides[2], d_C.strides[4], given_C, given_n)
+    base += (start + SHIFT) * d_C.strides[2]
+    store_tile(base, d_tile_C, q, n, d_C.strides[2], d_C.strides[4], given_C, given_n)
 
 
 @triton.jit(do_not_specialize=["seqlen"])
@@ -234,8 +231,8 @@ def _backward(
     P: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Gradients through one chunk, for some heads of one group. Matrices are transposed here: [k, q], the token that is
-    read and the one that reads it: the forward direction above the diagonal, the backward one below it."""
+    """Gradients through one chunk, for some heads of one group. Matrices are transposed here: [k, q], the token that
+    is read and the one that reads it: the forward direction above the diagonal, the backward one below it."""
     chunks, groups = tl.cdiv(seqlen, Q), nheads // per_group
     split, group, row, chunk, row_chunk = chunk_of_program(splits, groups, chunks)
     programs = tl.num_programs(0) // (splits * groups)
@@ -245,19 +242,19 @@ def _backward(
     given, given_n = q < left, n < d_state
     given_before, given_after = given & (start + q > 0), q + 1 < left
 
-    base = start_of(B_forward, row, start, group)
-    B_f = load_tile(base, q, n, B_forward.strides[1], B_forward.strides[3], given, given_n).to(OPERAND)
-    base = start_of(C_forward, row, start - 1, group)
-    C_f = load_tile(base, q, n, C_forward.strides[1], C_forward.strides[3], given_before, given_n).to(OPERAND)
-    base = start_of(B_backward, row, start, group)
-    B_b = load_tile(base, q, n, B_backward.strides[1], B_backward.strides[3], given, given_n).to(OPERAND)
-    base = start_of(C_backward, row, start + 1, group)
-    C_b = load_tile(base, q, n, C_backward.strides[1], C_backward.strides[3], given_after, given_n).to(OPERAND)
+    of_group = start_of(B_forward, row, start, group)
+    B_f = load_tile(of_group, q, n, B_forward.strides[1], B_forward.strides[3], given, given_n).to(OPERAND)
+    of_group = start_of(C_forward, row, start - 1, group)
+    C_f = load_tile(of_group, q, n, C_forward.strides[1], C_forward.strides[3], given_before, given_n).to(OPERAND)
+    of_group = start_of(B_backward, row, start, group)
+    B_b = load_tile(of_group, q, n, B_backward.strides[1], B_backward.strides[3], given, given_n).to(OPERAND)
+    of_group = start_of(C_backward, row, start + 1, group)
+    C_b = load_tile(of_group, q, n, C_backward.strides[1], C_backward.strides[3], given_after, given_n).to(OPERAND)
     connected = q[:, None] < Q
     if forward.runs is not None:
         runs = tl.load(forward.runs + row_chunk * Q + q)
-        _, leaving = edge_runs(forward, row_chunk, chunk == chunks - 1, Q, BACKWARD=False)
-        _, leaving_backward = edge_runs(forward, row_chunk, chunk == chunks - 1, Q, BACKWARD=True)
+        _entering, leaving = edge_runs(forward, row_chunk, chunk == chunks - 1, Q, BACKWARD=False)
+        _behind, leaving_backward = edge_runs(forward, row_chunk, chunk == chunks - 1, Q, BACKWARD=True)
         connected = runs[:, None] == runs[None, :]
 
     later = q[:, None] < q[None, :]  # q reads k from the forward direction
@@ -288,7 +285,7 @@ def _backward(
         if diagonal is not None:
             own = tl.sum(tl.where(q[:, None] == q[None, :], d_matrix, 0.0), 1)
             tl.store(d_diagonal + (row * seqlen + start + q) * nheads + head, own, mask=given)
-        decay = _decay_matrix(forward, backward, place, q, q, False, connected)
+        decay = _decay_matrix(forward, backward, place, q, connected, ROWS_READ=False)
         matrix = decay * scores
         through = d_matrix * matrix
         d_steps_f = tl.sum(tl.where(later, through, 0.0), 1)
@@ -396,8 +393,8 @@ def _run(x, dt_forward, dt_backward, A, B_forward, C_forward, B_backward, C_back
         n, p = shape.state_block
         _forward[(shape.walkers * shape.segments,)](
             *(forward, backward, strided(x)),
-            *(strided(t) for t in (B_forward, C_forward, B_backward, C_backward, diagonal, entering)),
-            *(behind, strided(out)),
+            *(strided(t) for t in (B_forward, C_forward, B_backward, C_backward, diagonal)),
+            *(as_it_is(entering), behind, strided(out)),
             *(shape.seqlen, shape.segment, shape.segments, shape.nheads, shape.headdim, shape.d_state),
             shape.per_group,
             OPERAND=shape.operand,
@@ -462,40 +459,50 @@ def _gradients(
     d_out, x, dt_forward, dt_backward, A, B_forward, C_forward, B_backward, C_backward, diagonal, seq_idx
 ) -> tuple[Any, ...]:
     BC = (B_forward, C_forward, B_backward, C_backward)
-    shape = shape_of(x, BC, CHUNK, SHORTEST_SEGMENT)
+    whole = shape_of(x, BC, CHUNK, SHORTEST_SEGMENT)
+    at_once = min(max(1, whole.rows_at_once // 2), max(1, whole.batch))  # states of two directions
+    splits, per_program = whole._replace(batch=at_once).split_heads()
     d_x, d_forward, d_backward = (t.new_empty(t.shape) for t in (x, dt_forward, dt_backward))
     d_diagonal = None if diagonal is None else diagonal.new_empty(diagonal.shape)
-    d_A = A.new_empty(2, shape.batch, shape.chunks, shape.nheads)
-    splits, per_program = shape.split_heads()
+    d_A = A.new_empty(2, whole.batch, whole.chunks, whole.nheads)
     sums = torch.float32 if splits > 1 else None  # else rounded once, in the kernel
-    d_BC = [t.new_zeros((splits, *t.shape), dtype=sums or t.dtype) for t in BC]  # of C at the ends, nothing else comes
-    if shape.batch:
-        forward, backward = _prepare(shape, dt_forward, dt_backward, A, seq_idx)
-        leaving, read = [], []
-        for scan, B, C, mirrored in (
-            (forward, B_forward, C_forward, False),
-            (backward, B_backward, C_backward, True),
-        ):
-            states = Walk(shape, scan, x, B, backward=mirrored)
-            gradients = states._replace(u=d_out, v=C, gradient=True, shifted=True)
-            leaving.append(gradients.states())
-            read.append(read_gradients(gradients, splits, per_program, states.states(), leaving[-1]))
-        n, p = shape.state_block
-        _backward[(shape.batch * shape.chunks * shape.ngroups * splits,)](
-            *(forward, backward, strided(x), strided(d_out), A.contiguous(), *(strided(t) for t in BC)),
-            *(strided(diagonal), *leaving, *read),
-            *(strided(t) for t in (d_x, d_forward, d_backward)),
-            *(d_A[0], d_A[1], *(strided(t) for t in d_BC), d_diagonal),
-            *(shape.seqlen, shape.nheads, shape.headdim, shape.d_state, shape.per_group, per_program, splits),
-            OPERAND=shape.operand,
-            Q=shape.chunk,
-            N=n,
-            P=p,
-            BLOCKS=triton.cdiv(shape.headdim, p),
-            **GRADIENT_OPTIONS,
-        )
+    d_BC = [t.new_zeros((splits, *t.shape), dtype=sums or t.dtype) for t in BC]  # nothing reads C at the ends
+    for first in range(0, whole.batch, at_once):
+        rows = slice(first, first + at_once)
+        given = [None if t is None else t[rows] for t in (d_out, x, dt_forward, dt_backward, *BC, diagonal, seq_idx)]
+        d_rows = [None if t is None else t[rows] for t in (d_x, d_forward, d_backward, *d_A, d_diagonal)]
+        _gradients_of_rows(A.contiguous(), *given, splits, per_program, *d_rows, [d[:, rows] for d in d_BC])
     d_BC = [d[0] if splits == 1 else d.sum(dim=0).to(t.dtype) for d, t in zip(d_BC, BC, strict=True)]
     return d_x, d_forward, d_backward, d_A.sum(dim=(0, 1, 2)), *d_BC, d_diagonal
+
+
+def _gradients_of_rows(
+    A, d_out, x, dt_forward, dt_backward, B_forward, C_forward, B_backward, C_backward, diagonal, seq_idx,
+    splits, per_program, d_x, d_forward, d_backward, d_A, d_A_backward, d_diagonal, d_BC,
+):  # fmt: skip
+    """Writes them into d_x, ..., d_BC."""
+    BC = (B_forward, C_forward, B_backward, C_backward)
+    shape = shape_of(x, BC, CHUNK, SHORTEST_SEGMENT)
+    forward, backward = _prepare(shape, dt_forward, dt_backward, A, seq_idx)
+    leaving, read = [], []
+    for scan, B, C, mirrored in ((forward, *BC[:2], False), (backward, *BC[2:], True)):
+        states = Walk(shape, scan, x, B, backward=mirrored)
+        gradients = states._replace(u=d_out, v=C, gradient=True, shifted=True)
+        leaving.append(gradients.states())
+        read.append(read_gradients(gradients, splits, per_program, states.states(), leaving[-1]))
+    n, p = shape.state_block
+    _backward[(shape.batch * shape.chunks * shape.ngroups * splits,)](
+        *(forward, backward, strided(x), strided(d_out), A, *(strided(t) for t in BC)),
+        *(strided(diagonal), *leaving, *read, strided(d_x), strided(d_forward), strided(d_backward)),
+        *(d_A, d_A_backward, *(as_it_is(t) for t in d_BC), d_diagonal),
+        *(shape.seqlen, shape.nheads, shape.headdim, shape.d_state, shape.per_group, per_program, splits),
+        OPERAND=shape.operand,
+        Q=shape.chunk,
+        N=n,
+        P=p,
+        BLOCKS=triton.cdiv(shape.headdim, p),
+        **GRADIENT_OPTIONS,
+    )
 
 
 @_quasiseparable_triton_backward.register_fake

@@ -1,12 +1,10 @@
 """The `triton` backend of `hf_ssm.ops.ssd`.
 
-Forward is one kernel: a program walks one head of one row, chunk by chunk, with the state in registers, so that nothing
-but inputs and output passes through memory. (Where heads and rows are too few to keep a GPU busy, a row is cut into
-segments; see `chunks`.) Backward computes the states and their gradients at the chunks' borders once more; then a
+Forward is one kernel, behind one that prepares decays: a program walks one head of one row, chunk by chunk, with the
+state in registers, so that no states pass through memory. (Where heads and rows are too few to keep a GPU busy, rows
+are cut into segments; see `chunks`.) Backward computes the states and their gradients at the chunks' borders; then a
 program takes one chunk with all heads, or some, that share B and C, of which it sums the gradients.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -16,14 +14,14 @@ from torch import Tensor
 from ..library import at_once, single
 from .chunks import (
     GRADIENT_OPTIONS,
-    Shape,
     StepSizes,
     Strided,
     Walk,
+    as_it_is,
     between,
     by_segment,
     chunk_of_program,
-    decays_between,
+    differences,
     edge_runs,
     load_tile,
     padded,
@@ -85,8 +83,8 @@ def _forward(
 
     state = tl.zeros((N, P), dtype=tl.float32)
     if initial is not None:
-        base = start_of(initial, row, part, head)
-        state = load_tile(base, n, p, initial.strides[3], initial.strides[4], given_n, given_p)
+        begins = start_of(initial, row, part.to(tl.int64), head)
+        state = load_tile(begins, n, p, initial.strides[3], initial.strides[4], given_n, given_p)
     if D is not None:
         skip = tl.load(D.data + head * D.strides[0] + p * D.strides[1], mask=given_p, other=0).to(tl.float32)
     for i in range(tl.minimum(segment, chunks - part * segment)):
@@ -94,8 +92,9 @@ def _forward(
         row_chunk = row * chunks + chunk
         start = (chunk * Q).to(tl.int64)
         given = q < seqlen - chunk * Q
-        tile_B = load_tile(start_of(B, row, start, group), q, n, B.strides[1], B.strides[3], given, given_n).to(OPERAND)
-        tile_C = load_tile(start_of(C, row, start, group), q, n, C.strides[1], C.strides[3], given, given_n).to(OPERAND)
+        tile_B = load_tile(start_of(B, row, start, group), q, n, B.strides[1], B.strides[3], given, given_n)
+        tile_C = load_tile(start_of(C, row, start, group), q, n, C.strides[1], C.strides[3], given, given_n)
+        tile_B, tile_C = tile_B.to(OPERAND), tile_C.to(OPERAND)
         tile_x = load_tile(start_of(x, row, start, head), q, p, x.strides[1], x.strides[3], given, given_p)
 
         place = (row_chunk * nheads + head) * Q
@@ -116,7 +115,7 @@ def _forward(
         weighted = tile_x.to(tl.float32) * (keep * steps)[:, None]
         state = product(tl.trans(tile_B), weighted, across * state, OPERAND)
         matrix = product(tile_C, tl.trans(tile_B), None, OPERAND)
-        matrix *= decays_between(high, low, high, low, seen) * steps[None, :]
+        matrix *= tl.exp2(tl.where(seen, differences(high, low, high, low), -float("inf"))) * steps[None, :]
         y = product(rounded(matrix, OPERAND), tile_x.to(OPERAND), y, OPERAND)
 
         if D is not None:
@@ -179,8 +178,8 @@ def _backward(
     P: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Gradients through one chunk, for some heads of one group. Matrices are transposed here: [k, q], the token that is
-    read and the one that reads it."""
+    """Gradients through one chunk, for some heads of one group. Matrices are transposed here: [k, q], the token that
+    is read and the one that reads it."""
     chunks, groups = tl.cdiv(seqlen, Q), nheads // per_group
     split, group, row, chunk, row_chunk = chunk_of_program(splits, groups, chunks)
     start = chunk * Q
@@ -192,7 +191,7 @@ def _backward(
     seen = q[:, None] <= q[None, :]
     if scan.runs is not None:
         runs = tl.load(scan.runs + row_chunk * Q + q)
-        entering, leaving = edge_runs(scan, row_chunk, chunk == chunks - 1, Q, BACKWARD=False)
+        _entering, leaving = edge_runs(scan, row_chunk, chunk == chunks - 1, Q, BACKWARD=False)
         seen = seen & (runs[:, None] == runs[None, :])
 
     scores = product(tile_B, tl.trans(tile_C), None, OPERAND)
@@ -216,7 +215,7 @@ def _backward(
             tile_x = load_tile(start_of(x, row, start, head), q, p, x.strides[1], x.strides[3], given, given_p)
             tile_dy = load_tile(start_of(d_y, row, start, head), q, p, d_y.strides[1], d_y.strides[3], given, given_p)
             d_matrix = product(tile_x.to(OPERAND), tl.trans(tile_dy), d_matrix, OPERAND)
-        decay = decays_between(0.0 - high, 0.0 - low, 0.0 - high, 0.0 - low, seen)
+        decay = tl.exp2(tl.where(seen, 0.0 - differences(high, low, high, low), -float("inf")))
         matrix = decay * scores
         d_steps = tl.sum(d_matrix * matrix, 1)
         matrix *= steps[:, None]
@@ -379,7 +378,7 @@ def _one_token(x, steps, B, C, D, z, initial_state, out, final_state):
     block_p = max(1, min(triton.next_power_of_2(headdim), 2048 // block_n))
     _step[(batch * nheads * triton.cdiv(headdim, block_p),)](
         *(strided(x), strided(steps.dt), steps.A, steps.dt_bias, steps.lowest, steps.highest),
-        *(strided(B), strided(C), _per_channel(D), strided(z), strided(initial_state), out, final_state),
+        *(strided(B), strided(C), _per_channel(D), strided(z), as_it_is(initial_state), out, final_state),
         *(nheads, headdim, d_state, nheads // B.shape[2]),
         **steps.options,
         N=block_n,
@@ -391,8 +390,8 @@ def _scan(shape, scan, x, B, C, D, z, initial_state, out, final_state, d_out=Non
     n, p = shape.state_block
     entering = Walk(shape, scan, x, B).entering_segments(initial_state)
     _forward[(shape.walkers * shape.segments,)](
-        *(scan, strided(x), strided(B), strided(C), _per_channel(D), strided(z), strided(entering), strided(out)),
-        *(strided(by_segment(final_state)), strided(d_out), strided(d_z)),
+        *(scan, strided(x), strided(B), strided(C), _per_channel(D), strided(z), as_it_is(entering), strided(out)),
+        *(as_it_is(by_segment(final_state)), strided(d_out), strided(d_z)),
         *(shape.seqlen, shape.segment, shape.segments, shape.nheads, shape.headdim, shape.d_state, shape.per_group),
         OPERAND=shape.operand,
         Q=shape.chunk,
@@ -464,44 +463,25 @@ def _ssd_triton_backward(
 
 
 def _gradients(d_out, d_final, x, steps, B, C, seq_idx, D, z, initial_state):
-    shape = shape_of(x, (B, C), CHUNK, SHORTEST_SEGMENT)
-    batch, chunks, nheads, headdim = shape.batch, shape.chunks, shape.nheads, shape.headdim
-    d_x, d_dt = x.new_empty(x.shape), steps.dt.new_empty(steps.dt.shape)
+    whole = shape_of(x, (B, C), CHUNK, SHORTEST_SEGMENT)
+    batch, chunks, nheads, headdim = whole.batch, whole.chunks, whole.nheads, whole.headdim
+    at_once = min(whole.rows_at_once, max(1, batch))
+    splits, per_program = whole._replace(batch=at_once).split_heads()
     new = steps.A.new_empty  # float32
+    d_x, d_dt = x.new_empty(x.shape), steps.dt.new_empty(steps.dt.shape)
     d_A = new(batch, chunks, nheads)
     d_bias = None if steps.dt_bias is None else new(batch, chunks, nheads)
     d_D = None if D is None else new(batch, chunks, nheads, headdim)
     d_z = None if z is None else z.new_empty(z.shape)
     d_state = None if initial_state is None else new(initial_state.shape)
-    splits, per_program = shape.split_heads()
     sums = torch.float32 if splits > 1 else None  # else rounded once, in the kernel
     d_B, d_C = (t.new_empty((splits, *t.shape), dtype=sums or t.dtype) for t in (B, C))
-    if batch:
-        scan = prepare(shape, steps, seq_idx)
-        if z is not None:
-            d_y = x.new_empty(x.shape, dtype=torch.float32)
-            _scan(shape, scan, x, B, C, D, z, initial_state, d_y, None, d_out, d_z)
-            d_out = d_y
-        states = Walk(shape, scan, x, B)
-        entering = states.states(initial_state)
-        gradients = states._replace(u=d_out, v=C, gradient=True)
-        d_leaving = gradients.states(d_final, d_state)
-        read = read_gradients(gradients, splits, per_program, entering, d_leaving)
-        del entering
-        n, p = shape.state_block
-        _backward[(batch * chunks * shape.ngroups * splits,)](
-            *(scan, strided(x), strided(d_out), strided(B), strided(C), _per_channel(D)),
-            *(strided(steps.dt), steps.A, steps.dt_bias, steps.lowest, steps.highest, d_leaving, *read),
-            *(strided(d_x), strided(d_dt), d_A, d_bias, d_D, strided(d_B), strided(d_C)),
-            *(shape.seqlen, nheads, headdim, shape.d_state, shape.per_group, per_program, splits),
-            **steps.options,
-            OPERAND=shape.operand,
-            Q=shape.chunk,
-            N=n,
-            P=p,
-            BLOCKS=triton.cdiv(headdim, p),
-            **GRADIENT_OPTIONS,
-        )
+    for first in range(0, batch, at_once):
+        rows = slice(first, first + at_once)
+        given = [None if t is None else t[rows] for t in (d_out, d_final, x, B, C, seq_idx, z, initial_state)]
+        d_rows = [None if t is None else t[rows] for t in (d_x, d_dt, d_A, d_bias, d_D, d_z, d_state)]
+        of_rows = steps._replace(dt=steps.dt[rows])
+        _gradients_of_rows(of_rows, D, *given, splits, per_program, *d_rows, d_B[:, rows], d_C[:, rows])
     d_A = d_A.sum(dim=(0, 1))
     if d_bias is not None:
         d_bias = d_bias.sum(dim=(0, 1)).to(steps.dt_bias.dtype)
@@ -509,6 +489,39 @@ def _gradients(d_out, d_final, x, steps, B, C, seq_idx, D, z, initial_state):
         d_D = d_D.sum(dim=(0, 1) if D.ndim == 2 else (0, 1, 3)).to(D.dtype)
     d_B, d_C = (d[0] if splits == 1 else d.sum(dim=0).to(t.dtype) for d, t in ((d_B, B), (d_C, C)))
     return d_x, d_dt, d_A, d_B, d_C, d_bias, d_D, d_z, d_state
+
+
+def _gradients_of_rows(
+    steps, D, d_out, d_final, x, B, C, seq_idx, z, initial_state,
+    splits, per_program, d_x, d_dt, d_A, d_bias, d_D, d_z, d_state, d_B, d_C,
+):  # fmt: skip
+    """Writes them into d_x, ..., d_C."""
+    shape = shape_of(x, (B, C), CHUNK, SHORTEST_SEGMENT)
+    scan = prepare(shape, steps, seq_idx)
+    if z is not None:
+        d_y = x.new_empty(x.shape, dtype=torch.float32)
+        _scan(shape, scan, x, B, C, D, z, initial_state, d_y, None, d_out, d_z)
+        d_out = d_y
+    states = Walk(shape, scan, x, B)
+    entering = states.states(initial_state)
+    gradients = states._replace(u=d_out, v=C, gradient=True)
+    d_leaving = gradients.states(d_final, d_state)
+    read = read_gradients(gradients, splits, per_program, entering, d_leaving)
+    del entering
+    n, p = shape.state_block
+    _backward[(shape.batch * shape.chunks * shape.ngroups * splits,)](
+        *(scan, strided(x), strided(d_out), strided(B), strided(C), _per_channel(D)),
+        *(strided(steps.dt), steps.A, steps.dt_bias, steps.lowest, steps.highest, d_leaving, *read),
+        *(strided(d_x), strided(d_dt), d_A, d_bias, d_D, as_it_is(d_B), as_it_is(d_C)),
+        *(shape.seqlen, shape.nheads, shape.headdim, shape.d_state, shape.per_group, per_program, splits),
+        **steps.options,
+        OPERAND=shape.operand,
+        Q=shape.chunk,
+        N=n,
+        P=p,
+        BLOCKS=triton.cdiv(shape.headdim, p),
+        **GRADIENT_OPTIONS,
+    )
 
 
 @_ssd_triton_backward.register_fake
