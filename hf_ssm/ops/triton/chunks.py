@@ -25,6 +25,9 @@ from .common import LOG2_E, begins_sequence, sigmoid, softplus
 INTERPRETED = tl.constexpr(_INTERPRETED)
 PROGRAMS = 264  # so many keep a large GPU busy: two for each of an H200's 132 multiprocessors
 STATES_BYTES = 1 << 29  # of memory for states in backward, which takes as many rows at once as fit
+BC_TILE = (
+    8192 if torch.version.hip else 16384
+)  # numbers of a chunk's B, or C, that fit into shared memory: AMD has less
 FARTHEST = 1 << 22  # elements between neighbours: offsets inside a tile have 32 bits, and a tile 512 rows or columns
 
 # --- tensors as kernels take them ----------------------------------------------------------------------------------
@@ -559,7 +562,10 @@ def shape_of(x: Tensor, BC: tuple[Tensor, ...], chunk: int, shortest_segment: in
     operand = sixteen_bits.get(x.dtype, tl.float32) if len(dtypes) == 1 else tl.float32
     if operand == tl.float32:
         chunk = max(16, chunk // 4)
-    return Shape(*x.shape, *BC[0].shape[2:], operand, chunk, shortest_segment)
+    batch, seqlen, nheads, headdim = x.shape
+    ngroups, d_state = BC[0].shape[2:]
+    chunk = max(16, min(chunk, BC_TILE // padded(d_state)))
+    return Shape(batch, seqlen, nheads, headdim, ngroups, d_state, operand, chunk, shortest_segment)
 
 
 def padded(size: int) -> int:
@@ -569,9 +575,9 @@ def padded(size: int) -> int:
 
 def prepare(shape: Shape, steps: StepSizes, seq_idx: Tensor | None) -> Scan:
     sizes = (shape.batch, shape.chunks, shape.nheads, shape.chunk)
-    sums = (steps.A.new_empty(sizes) for _ in range(3))
+    step, high, low = (steps.A.new_empty(sizes) for _ in range(3))
     runs = None if seq_idx is None else steps.A.new_empty(*sizes[:2], shape.chunk, dtype=torch.int32)
-    scan = Scan(*sums, runs)
+    scan = Scan(step, high, low, runs)
     heads = min(16, triton.next_power_of_2(shape.nheads))
     _prepare[(shape.batch * shape.chunks * triton.cdiv(shape.nheads, heads),)](
         *(strided(steps.dt), steps.A, steps.dt_bias, steps.lowest, steps.highest, strided(seq_idx), scan),

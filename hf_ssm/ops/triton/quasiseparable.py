@@ -471,7 +471,8 @@ def _gradients(
         rows = slice(first, first + at_once)
         given = [None if t is None else t[rows] for t in (d_out, x, dt_forward, dt_backward, *BC, diagonal, seq_idx)]
         d_rows = [None if t is None else t[rows] for t in (d_x, d_forward, d_backward, *d_A, d_diagonal)]
-        _gradients_of_rows(A.contiguous(), *given, splits, per_program, *d_rows, [d[:, rows] for d in d_BC])
+        rest: list[Any] = [*given, splits, per_program, *d_rows, [d[:, rows] for d in d_BC]]
+        _gradients_of_rows(A.contiguous(), *rest)
     d_BC = [d[0] if splits == 1 else d.sum(dim=0).to(t.dtype) for d, t in zip(d_BC, BC, strict=True)]
     return d_x, d_forward, d_backward, d_A.sum(dim=(0, 1, 2)), *d_BC, d_diagonal
 

@@ -481,7 +481,8 @@ def _gradients(d_out, d_final, x, steps, B, C, seq_idx, D, z, initial_state):
         given = [None if t is None else t[rows] for t in (d_out, d_final, x, B, C, seq_idx, z, initial_state)]
         d_rows = [None if t is None else t[rows] for t in (d_x, d_dt, d_A, d_bias, d_D, d_z, d_state)]
         of_rows = steps._replace(dt=steps.dt[rows])
-        _gradients_of_rows(of_rows, D, *given, splits, per_program, *d_rows, d_B[:, rows], d_C[:, rows])
+        rest = (*given, splits, per_program, *d_rows, d_B[:, rows], d_C[:, rows])
+        _gradients_of_rows(of_rows, D, *rest)
     d_A = d_A.sum(dim=(0, 1))
     if d_bias is not None:
         d_bias = d_bias.sum(dim=(0, 1)).to(steps.dt_bias.dtype)
