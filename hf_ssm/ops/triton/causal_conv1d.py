@@ -16,7 +16,8 @@ from torch import Tensor
 from ..library import at_once, single
 from .common import begins_sequence, on_device_of, silu, silu_slope
 
-FORWARD_BYTES = 16  # that a thread takes of a token
+FORWARD_BYTES, FEW_BYTES = 16, 8  # that a thread takes of a token; few where the width fills the registers
+NARROW = 4  # widths that do not
 FORWARD_TOKENS, FEW_TOKENS = 16, 4  # that a program takes; few where there would not be enough programs
 ENOUGH_PROGRAMS = 1024
 
@@ -104,7 +105,7 @@ def forward(
     out = x.new_empty(x.shape)
     x, initial_state = _channels_last(x), _channels_last(initial_state)
     batch, seqlen, channels = x.shape
-    block = _block(x, FORWARD_BYTES // x.element_size())
+    block = _block(x, (FORWARD_BYTES if weight.shape[1] <= NARROW else FEW_BYTES) // x.element_size())
     rows = batch * triton.cdiv(channels, block)
     tokens = FORWARD_TOKENS if rows * triton.cdiv(seqlen, FORWARD_TOKENS) >= ENOUGH_PROGRAMS else FEW_TOKENS
     tokens = min(tokens, triton.next_power_of_2(seqlen))
@@ -132,7 +133,7 @@ def backward(
     x, initial_state, d_out = (_channels_last(t) for t in (x, initial_state, d_out))
     batch, seqlen, channels = x.shape
     width = weight.shape[1]
-    of_a_thread = 4 if width <= 4 else 2 if width <= 8 else 1
+    of_a_thread = 4 if width <= NARROW else 2 if width <= 2 * NARROW else 1
     block = _block(x, of_a_thread if seq_idx is None else max(1, of_a_thread // 2))
     blocks = triton.cdiv(channels, block)
     tiles = triton.cdiv(seqlen + (0 if initial_state is None else width - 1), BACKWARD_TOKENS)
