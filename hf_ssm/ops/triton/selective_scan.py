@@ -138,7 +138,6 @@ def forward(
         shared = (x, dt, A, B, C, D, z, dt_bias, seq_idx)
         sizes = (*cut.sizes, *strides(x, dt, z, seq_idx))
         options = {"SOFTPLUS": dt_softplus, "TOKENS": FORWARD_TOKENS, "BLOCK": cut.block, "num_warps": 1}
-        totals = None
         if cut.chunks > 1:
             totals = cut.totals()
             given = (*shared, None, None, None, states, None, totals)
