@@ -375,7 +375,7 @@ def _nothing(like, TOKENS: tl.constexpr):
 
 @triton.jit
 def _restarts(seq_idx, token, stride, count, TOKENS: tl.constexpr):
-    """Whether the state restarts before each token of a tile, a tuple; None without `seq_idx`."""
+    """Whether the state restarts before each token of a tile, a tuple; an empty one without `seq_idx`."""
     restarts = ()
     if seq_idx is not None:
         for j in tl.static_range(TOKENS):
