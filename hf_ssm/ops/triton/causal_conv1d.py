@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..library import at_once, single
-from .common import begins_sequence, on_device_of, silu, silu_slope
+from .common import begins_sequence, channels_last, on_device_of, silu, silu_slope, strides
 
-FORWARD_BYTES = 16  # that a thread takes of a token
+FORWARD_BYTES, FEW_BYTES = 16, 8  # that a thread takes of a token; few where the width fills the registers
+NARROW = 4  # widths that do not
 FORWARD_TOKENS, FEW_TOKENS = 16, 4  # that a program takes; few where there would not be enough programs
 ENOUGH_PROGRAMS = 1024
 
@@ -102,16 +103,16 @@ def forward(
     ahead: int,
 ) -> Tensor:
     out = x.new_empty(x.shape)
-    x, initial_state = _channels_last(x), _channels_last(initial_state)
+    x, initial_state = channels_last(x), channels_last(initial_state)
     batch, seqlen, channels = x.shape
-    block = _block(x, FORWARD_BYTES // x.element_size())
+    block = _block(x, (FORWARD_BYTES if weight.shape[1] <= NARROW else FEW_BYTES) // x.element_size())
     rows = batch * triton.cdiv(channels, block)
     tokens = FORWARD_TOKENS if rows * triton.cdiv(seqlen, FORWARD_TOKENS) >= ENOUGH_PROGRAMS else FEW_TOKENS
     tokens = min(tokens, triton.next_power_of_2(seqlen))
-    strides = (*_strides(x, initial_state, seq_idx), *weight.stride())
+    in_memory = (*strides(x, initial_state, seq_idx), *weight.stride())
     with on_device_of(x):
         _forward_kernel[(rows * triton.cdiv(seqlen, tokens),)](
-            x, weight, bias, initial_state, seq_idx, out, seqlen, channels, *strides,
+            x, weight, bias, initial_state, seq_idx, out, seqlen, channels, *in_memory,
             SILU=silu, WIDTH=weight.shape[1], AHEAD=ahead, TOKENS=tokens, BLOCK=block, num_warps=1,
         )  # fmt: skip
     return out
@@ -129,21 +130,21 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_x = x.new_empty(x.shape)
     d_state = None if initial_state is None else initial_state.new_empty(initial_state.shape)
-    x, initial_state, d_out = (_channels_last(t) for t in (x, initial_state, d_out))
+    x, initial_state, d_out = (channels_last(t) for t in (x, initial_state, d_out))
     batch, seqlen, channels = x.shape
     width = weight.shape[1]
-    of_a_thread = 4 if width <= 4 else 2 if width <= 8 else 1
+    of_a_thread = 4 if width <= NARROW else 2 if width <= 2 * NARROW else 1
     block = _block(x, of_a_thread if seq_idx is None else max(1, of_a_thread // 2))
     blocks = triton.cdiv(channels, block)
     tiles = triton.cdiv(seqlen + (0 if initial_state is None else width - 1), BACKWARD_TOKENS)
     parts = max(1, min(triton.cdiv(BACKWARD_PROGRAMS, max(1, batch * blocks)), tiles))  # of a row
     tiles = triton.cdiv(tiles, parts)  # of a part
     sums = torch.empty(batch * parts, width + 1, channels, dtype=torch.float32, device=x.device)
-    strides = (*_strides(x, initial_state, seq_idx, d_out), *weight.stride())
+    in_memory = (*strides(x, initial_state, seq_idx, d_out), *weight.stride())
     with on_device_of(x):
         _backward_kernel[(batch * parts * blocks,)](
             x, weight, bias, initial_state, seq_idx, d_out, d_x, d_state, sums,
-            seqlen, channels, parts, tiles, *strides,
+            seqlen, channels, parts, tiles, *in_memory,
             SILU=silu, WIDTH=width, AHEAD=ahead, TOKENS=BACKWARD_TOKENS, BLOCK=block, num_warps=1,
         )  # fmt: skip
     total = sums.sum(dim=0)
@@ -157,16 +158,6 @@ def backward(
 
 def _block(x: Tensor, of_a_thread: int) -> int:
     return min(32 * of_a_thread, triton.next_power_of_2(x.shape[2]))
-
-
-def _channels_last(t: Tensor | None) -> Tensor | None:
-    """`t` with its channels one behind the other; a copy only where they are not."""
-    return t if t is None or t.stride(2) == 1 or t.shape[2] == 1 else t.contiguous()
-
-
-def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Those of rows and of tokens."""
-    return tuple(stride for t in tensors for stride in ((0, 0) if t is None else t.stride()[:2]))
 
 
 # --- kernels -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What the Triton kernels share: functions of a number in float32, where sequences begin, the place of a launch."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,16 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
         return nullcontext()
     module = torch.get_device_module(x.device.type)
     return nullcontext() if module.current_device() == x.device.index else module.device(x.device)
+
+
+def channels_last(t: Any) -> Any:
+    """A tensor with its channels one behind the other; a copy only where they are not. None stays None."""
+    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Those of rows and of tokens of each, as kernels take them; zeros for one that is missing."""
+    return tuple(stride for t in tensors for stride in ((0, 0) if t is None else t.stride()[:2]))
 
 
 @triton.jit

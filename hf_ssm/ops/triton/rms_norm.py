@@ -5,6 +5,8 @@ again instead of keeping it. The weight's gradient is summed over the rows that 
 the programs, always in the same order.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from ..library import at_once, single
 from . import DTYPES
-from .common import on_device_of, silu, silu_slope
+from .common import channels_last, on_device_of, silu, silu_slope
 
 ELEMENTS = 2048  # that a program takes at a time, more where a group is larger
 ELEMENTS_OF_A_WARP = 512
@@ -130,12 +132,9 @@ def backward(
     return d_x, d_weights.sum(dim=0).to(weight.dtype), d_gate
 
 
-def _rows(t: Tensor | None) -> Tensor | None:
-    """(rows, channels), a row's channels one behind the other; a copy only where they are not."""
-    if t is None:
-        return None
-    t = t.reshape(-1, t.shape[-1])
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+def _rows(t: Any) -> Any:
+    """(rows, channels), a row's channels one behind the other; a copy only where they are not. None stays None."""
+    return None if t is None else channels_last(t.reshape(-1, t.shape[-1]))
 
 
 def _cut(x: Tensor, group_size: int) -> tuple[int, int, dict[str, int]]:

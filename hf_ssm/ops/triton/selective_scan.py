@@ -20,7 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..library import at_once, single
-from .common import LOG2_E, begins_sequence, exp, load_tokens, on_device_of, sigmoid, silu, silu_slope, softplus
+from .common import (
+    LOG2_E,
+    begins_sequence,
+    channels_last,
+    exp,
+    load_tokens,
+    on_device_of,
+    sigmoid,
+    silu,
+    silu_slope,
+    softplus,
+    strides,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -29,10 +41,11 @@ FORWARD_CHANNELS, FORWARD_TOKENS = 64, 16
 BACKWARD_CHANNELS, BACKWARD_TOKENS = 64, 8
 SEGMENT = 32  # tokens between the states that forward keeps for backward: 4 n / SEGMENT bytes per token and channel
 
-# A GPU is full with about four programs on each of the four schedulers of each of some 130 multiprocessors. Cutting
-# rows into chunks costs most exponentials a second time, so it is done where less than a quarter would be at work.
+# Two programs on each of the four schedulers of each of 132 multiprocessors are what registers allow and what keeps
+# the units for exponentials at work. Cutting rows into chunks costs most exponentials a second time, so it is done
+# where otherwise not every scheduler would have a program.
 ENOUGH_PROGRAMS = 512
-WANTED_PROGRAMS = 2048
+WANTED_PROGRAMS = 1056
 SHORTEST_CHUNK = 32
 
 UPDATED_STATES = 256  # that a program takes of the states that one token updates: one warp, 8 of a thread
@@ -110,7 +123,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, final_state, the state before each segment (b, s, n, d)); without `keep` there are no segments."""
     out, final_state, kept = results = _results(x, A, keep)
-    x, dt, z = (_channels_last(t) for t in (x, dt, z))
+    x, dt, z = (channels_last(t) for t in (x, dt, z))
     initial_state = None if initial_state is None else initial_state.contiguous()
     with on_device_of(x):
         if x.shape[1] == 1:
@@ -123,9 +136,8 @@ def forward(
         B, C = cut.side_by_side(B, C)
         states = cut.states()
         shared = (x, dt, A, B, C, D, z, dt_bias, seq_idx)
-        sizes = (*cut.sizes, *_strides(x, dt, z, seq_idx))
+        sizes = (*cut.sizes, *strides(x, dt, z, seq_idx))
         options = {"SOFTPLUS": dt_softplus, "TOKENS": FORWARD_TOKENS, "BLOCK": cut.block, "num_warps": 1}
-        totals = None
         if cut.chunks > 1:
             totals = cut.totals()
             given = (*shared, None, None, None, states, None, totals)
@@ -146,7 +158,7 @@ class _Cut:
         self.block = min(channels, triton.next_power_of_2(per_group))
         self.blocks = triton.cdiv(per_group, self.block)  # of a group
         rows = self.batch * self.ngroups * self.blocks
-        chunks = 1 if rows >= ENOUGH_PROGRAMS else triton.cdiv(WANTED_PROGRAMS, max(rows, 1))
+        chunks = 1 if rows >= ENOUGH_PROGRAMS else max(1, WANTED_PROGRAMS // max(rows, 1))
         chunk = max(triton.cdiv(self.seqlen, chunks), SHORTEST_CHUNK)
         self.chunk = SEGMENT * triton.cdiv(chunk, SEGMENT)
         self.chunks = triton.cdiv(self.seqlen, self.chunk)
@@ -189,16 +201,6 @@ class _Cut:
         return torch.empty(shape, dtype=torch.float32, device=self.like.device)
 
 
-def _channels_last(t: Tensor | None) -> Tensor | None:
-    """`t` with its channels one behind the other; a copy only where they are not."""
-    return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Those of rows and of tokens."""
-    return tuple(stride for t in tensors for stride in ((0, 0) if t is None else t.stride()[:2]))
-
-
 def _chain(cut: _Cut, A: Tensor, states: Tensor, totals: Tensor, first: Tensor | None, backwards: bool) -> None:
     """`states` (b, c, n, d), in place: what every chunk makes of zero -> what it begins with. `first` (b, d, n): what
     the first one does, zeros if None."""
@@ -215,11 +217,11 @@ def _update(x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, out, fina
     states = triton.next_power_of_2(d_state)
     block = min(max(1, UPDATED_STATES // states), triton.next_power_of_2(d_inner))
     grid = (batch * triton.cdiv(d_inner, block),)
-    strides = (t.stride(0) if t is not None else 0 for t in (x, dt, z))
+    rows = strides(x, dt, z)[::2]
     B_strides, C_strides = ((t.stride(0), t.stride(2), t.stride(3)) for t in (B, C))
     _update_kernel[grid](
         x, dt, A, B, C, D, z, dt_bias, initial_state, out, final_state, kept,
-        d_inner, d_state, d_inner // ngroups, *strides, *A.stride(), *B_strides, *C_strides,
+        d_inner, d_state, d_inner // ngroups, *rows, *A.stride(), *B_strides, *C_strides,
         SOFTPLUS=dt_softplus, BLOCK=block, STATES=states, num_warps=1,
     )  # fmt: skip
 
@@ -290,8 +292,9 @@ def backward(
     seq_idx: Tensor | None,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    d_x, d_dt, d_z, d_state = (None if t is None else t.new_empty(t.shape) for t in (x, dt, z, initial_state))
-    x, dt, z, d_out = (_channels_last(t) for t in (x, dt, z, d_out))
+    d_x, d_dt = x.new_empty(x.shape), dt.new_empty(dt.shape)
+    d_z, d_state = (None if t is None else t.new_empty(t.shape) for t in (z, initial_state))
+    x, dt, z, d_out = (channels_last(t) for t in (x, dt, z, d_out))
     d_final = None if d_final is None else d_final.contiguous()
     cut = _Cut(x, A, B, BACKWARD_CHANNELS)
     A = A.t().contiguous()
@@ -302,7 +305,7 @@ def backward(
     d_Bs, d_Cs = (torch.empty(of_blocks, dtype=torch.int64, device=x.device) for _ in range(2))
     tiles = (cut.grid[0], SEGMENT // BACKWARD_TOKENS - 1, cut.d_state, cut.block)
     scratch = torch.empty(tiles, dtype=torch.float32, device=x.device)
-    sizes = (*cut.sizes, *_strides(x, dt, z, seq_idx, d_out))
+    sizes = (*cut.sizes, *strides(x, dt, z, seq_idx, d_out))
     options = {"SOFTPLUS": dt_softplus, "TOKENS": BACKWARD_TOKENS, "BLOCK": cut.block, "num_warps": 1}
     with on_device_of(x):
         if cut.chunks > 1:
@@ -372,7 +375,7 @@ def _nothing(like, TOKENS: tl.constexpr):
 
 @triton.jit
 def _restarts(seq_idx, token, stride, count, TOKENS: tl.constexpr):
-    """Whether the state restarts before each token of a tile, a tuple; None without `seq_idx`."""
+    """Whether the state restarts before each token of a tile, a tuple; an empty one without `seq_idx`."""
     restarts = ()
     if seq_idx is not None:
         for j in tl.static_range(TOKENS):
