@@ -239,7 +239,8 @@ def test_compiled_with_symbolic_sizes(D):
     assert_near({"y": compiled(**tensors)[0]}, {"y": ssd(**tensors)[0]}, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# the triton kernels choose their parts by what keeps a GPU busy, not by memory: it is measured there
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
 def test_memory(monkeypatch, backend):
     """What grows with the sequence is a few tensors of (batch, seqlen, nheads, headdim), forward and backward."""
     nheads, headdim, d_state, chunk, per_segment = 4, 32, 32, 16, 8

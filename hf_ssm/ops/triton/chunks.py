@@ -25,9 +25,8 @@ from .common import LOG2_E, begins_sequence, sigmoid, softplus
 INTERPRETED = tl.constexpr(_INTERPRETED)
 PROGRAMS = 264  # so many keep a large GPU busy: two for each of an H200's 132 multiprocessors
 STATES_BYTES = 1 << 29  # of memory for states in backward, which takes as many rows at once as fit
-BC_TILE = (
-    8192 if torch.version.hip else 16384
-)  # numbers of a chunk's B, or C, that fit into shared memory: AMD has less
+# numbers of a chunk's B, or C, that fit into shared memory
+BC_TILE = 8192 if torch.version.hip else 16384
 FARTHEST = 1 << 22  # elements between neighbours: offsets inside a tile have 32 bits, and a tile 512 rows or columns
 
 # --- tensors as kernels take them ----------------------------------------------------------------------------------
