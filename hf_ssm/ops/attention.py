@@ -208,7 +208,8 @@ def attend(
     if implementation == "flex_attention":
         return function(module, query, key, value, pattern.block_mask, **options)
     if implementation != "sdpa":
-        return function(module, query, key, value, _additive(pattern.seen, query.dtype), **options)
+        bias = None if pattern.seen is None else _additive(pattern.seen, query.dtype)
+        return function(module, query, key, value, bias, **options)
 
     if _fits_matrix_products(query, key, value, dropout):
         return _in_cache(query, key, value, pattern), None
@@ -282,8 +283,6 @@ def eager_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
-def _additive(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where `seen`, else the least number."""
-    if seen is None:
-        return None
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

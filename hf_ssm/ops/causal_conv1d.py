@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton
 from .backends import Backend, Call, choose, register
 from .discretize import compute_dtype
 from .rows import (
@@ -406,6 +406,7 @@ register(
             else None
         ),
     ),
+    triton.backend("causal_conv1d:causal_conv1d"),
     cpu.backend("causal_conv1d:causal_conv1d_cpu"),
     Backend("torch", "hf_ssm.ops.causal_conv1d:causal_conv1d_torch"),
     Backend("reference", "hf_ssm.ops.causal_conv1d:causal_conv1d_reference", automatic=False),
@@ -413,6 +414,7 @@ register(
 
 register(
     "centred_conv1d",
+    triton.backend("causal_conv1d:centred_conv1d"),
     cpu.backend("causal_conv1d:centred_conv1d_cpu"),
     Backend("torch", "hf_ssm.ops.causal_conv1d:centred_conv1d_torch"),
     Backend("reference", "hf_ssm.ops.causal_conv1d:centred_conv1d_reference", automatic=False),

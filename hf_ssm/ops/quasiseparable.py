@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import cpu, matrices
+from . import cpu, matrices, triton
 from .backends import Backend, Call, choose, register
 from .chunks import Chunks, Direction, DirectionGradients
 from .discretize import compute_dtype, step_size
@@ -630,6 +630,7 @@ def _check(
 
 register(
     "quasiseparable",
+    triton.backend("quasiseparable:quasiseparable_triton"),
     cpu.backend("quasiseparable:quasiseparable_cpu"),
     Backend("torch", "hf_ssm.ops.quasiseparable:quasiseparable_torch"),
     Backend("reference", "hf_ssm.ops.quasiseparable:quasiseparable_reference", automatic=False),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton
 from .backends import Backend, Call, choose, register
 from .discretize import compute_dtype
 from .rows import check_shape
@@ -143,6 +143,7 @@ def _check(name: str, x: Tensor, weight: Tensor) -> None:
 
 register(
     "rms_norm",
+    triton.backend("rms_norm:rms_norm"),
     cpu.backend("rms_norm:rms_norm_cpu"),
     Backend("torch", "hf_ssm.ops.rms_norm:rms_norm_torch"),
     Backend("reference", "hf_ssm.ops.rms_norm:rms_norm_reference", automatic=False),
@@ -151,6 +152,7 @@ register(
 
 register(
     "gated_rms_norm",
+    triton.backend("rms_norm:gated_rms_norm"),
     cpu.backend("rms_norm:gated_rms_norm_cpu"),
     Backend("torch", "hf_ssm.ops.rms_norm:gated_rms_norm_torch"),
     Backend("reference", "hf_ssm.ops.rms_norm:gated_rms_norm_reference", automatic=False),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton
 from .backends import Backend, Call, choose, register
 from .discretize import NO_LIMIT, compute_dtype, skip_and_gate, skip_and_gate_backward, step_size, step_size_slope
 from .matrices import semiseparable_per_channel
@@ -575,6 +575,7 @@ register(
             else None
         ),
     ),
+    triton.backend("selective_scan:selective_scan"),
     cpu.backend("selective_scan:selective_scan_cpu"),
     Backend("torch", "hf_ssm.ops.selective_scan:selective_scan_torch"),
     Backend("reference", "hf_ssm.ops.selective_scan:selective_scan_reference", automatic=False),

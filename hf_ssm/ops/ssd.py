@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, triton
 from .backends import Backend, Call, choose, register
 from .chunks import Chunks, Direction
 from .discretize import NO_LIMIT, compute_dtype, skip_and_gate, skip_and_gate_backward, step_size, step_size_slope
@@ -495,6 +495,7 @@ register(
             else None
         ),
     ),
+    triton.backend("ssd:ssd_triton"),
     cpu.backend("ssd:ssd_cpu"),
     Backend("torch", "hf_ssm.ops.ssd:ssd_torch"),
     Backend("reference", "hf_ssm.ops.ssd:ssd_reference", automatic=False),

@@ -61,8 +61,11 @@ def named(model_type: str, field: str) -> str:
 
 
 def backends() -> list[str]:
-    """The backends that every operator has on this machine."""
-    rows = [{row.name for row in rows if row.obstacle() is None} for rows in OPERATORS.values()]
+    """The backends that every operator has on this machine; not triton, which wants tensors on a GPU, and without one
+    is interpreted, too slowly for models."""
+    rows = [
+        {row.name for row in rows if row.obstacle() is None and row.name != "triton"} for rows in OPERATORS.values()
+    ]
     return sorted(set.intersection(*rows))
 
 

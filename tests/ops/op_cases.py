@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_ssm.ops import causal_conv1d, centred_conv1d, quasiseparable, selective_scan, ssd
 from hf_ssm.ops.backends import OPERATORS
+from hf_ssm.ops.triton import INTERPRETED
 
 DEVICE = "cpu"
 
@@ -24,7 +25,7 @@ DEVICE = "cpu"
 # states that cancels; the reference's own error there is 1.7e-6 in float32.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
-WITHOUT_FLOAT64 = ("cpu",)  # backends whose kernels have float32 at most
+WITHOUT_FLOAT64 = ("cpu", "triton")  # backends whose kernels have float32 at most
 
 
 @dataclass(frozen=True)
@@ -230,8 +231,21 @@ EVERY = [(operator, backend) for operator in ALL for backend in (*usable(operato
 EVERY_IDS = [f"{operator.name}-{backend}" for operator, backend in EVERY]
 
 
+# Constants of a `triton` kernel's module and the values that make sequences of a few tokens cross its boundaries.
+TRITON_PARTS: dict[str, dict[str, int]] = {
+    "ssd": {"CHUNK": 16, "SHORTEST_SEGMENT": 1},
+    "quasiseparable": {"CHUNK": 16, "SHORTEST_SEGMENT": 1},
+    "selective_scan": {"FORWARD_TOKENS": 4, "BACKWARD_TOKENS": 2, "SEGMENT": 4, "SHORTEST_CHUNK": 16},
+}
+
+
 def set_chunks(monkeypatch, operator: str, tensors: dict[str, Tensor], chunk: int, per_segment: int) -> None:
-    """Make the `torch` backend work in chunks of `chunk` tokens and segments of `per_segment` chunks."""
+    """Make the `torch` backend work in chunks of `chunk` tokens and segments of `per_segment` chunks, and the `triton`
+    backend in parts that are as short as its kernels can have them."""
+    if operator in TRITON_PARTS and INTERPRETED:
+        module = importlib.import_module(f"hf_ssm.ops.triton.{operator}")
+        for name, size in TRITON_PARTS[operator].items():
+            monkeypatch.setattr(module, name, size)
     if operator.endswith("conv1d"):  # has no chunks
         return
     batch = max(1, tensors["x"].shape[0])

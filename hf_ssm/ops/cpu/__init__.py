@@ -72,20 +72,6 @@ def _lacks(call: Call) -> str | None:
     return None if call.dtype in DTYPES else f"{call.dtype}, the kernels have float32, bfloat16 and float16"
 
 
-def at_once(*tensors: Tensor | None) -> bool:
-    """Whether a kernel may be called past PyTorch's dispatcher: no gradient, no tracing, no tensor subclass."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    grad = torch.is_grad_enabled()
-    for t in tensors:  # a loop, not all(...): a decoded token passes here a hundred times
-        if t is not None and (type(t) not in _PLAIN or (grad and t.requires_grad)):
-            return False
-    return torch._C._functorch.peek_interpreter_stack() is None
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def is_step(
     x: Tensor, initial_state: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, backend: str | None
 ) -> bool:
@@ -108,8 +94,3 @@ def step(operator: str, *inputs: Any) -> Any:
         return None
     native = kernels()
     return None if native is None else getattr(native, operator + "_step")(*inputs, torch.get_num_threads())
-
-
-def single(t: Any) -> Any:
-    """A tensor in a dtype that the kernels have; None stays None."""
-    return t.float() if t is not None and t.dtype == torch.float64 else t

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..library import at_once, single
 from ..rows import sequence_starts
-from . import at_once, kernels, single
+from . import kernels
 from .ssd import checkpoints_of
 
 

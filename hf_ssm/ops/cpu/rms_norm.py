@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from . import DTYPES, at_once, kernels, single
+from ..library import at_once, single
+from . import DTYPES, kernels
 
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..library import at_once, single
 from ..rows import sequence_starts
-from . import at_once, kernels, single
+from . import kernels
 
 _TILE = 64  # tokens between the states that forward keeps for backward: `checkpoint_tokens` of the kernel
 

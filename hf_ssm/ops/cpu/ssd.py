@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..library import at_once, single
 from ..rows import sequence_starts
-from . import at_once, kernels, single
+from . import kernels
 
 _CHECKPOINT = 256  # tokens between the states that forward keeps for backward: `ssd_checkpoint_tokens` of the kernel
 

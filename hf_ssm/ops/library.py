@@ -1,0 +1,25 @@
+"""What kernels of our own have in common where they meet PyTorch's dispatcher."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def at_once(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may be called past PyTorch's dispatcher: no gradient, no tracing, no tensor subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:  # a loop, not all(...): a decoded token passes here a hundred times
+        if t is not None and (type(t) not in _PLAIN or (grad and t.requires_grad)):
+            return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def single(t: Any) -> Any:
+    """A tensor in a dtype that the kernels have; None stays None."""
+    return t.float() if t is not None and t.dtype == torch.float64 else t
