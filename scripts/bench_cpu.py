@@ -171,7 +171,8 @@ def speed(models: list[str], dtypes: list[str], cases: list[str], repeats: int, 
                         jobs["hf_ssm without native kernels"] = on_torch(make(mine, given))
                     if other is not None:
                         jobs["transformers"] = make(other, given)
-                    if name == "mamba" and make is not decoded_token and is_mambapy_available():
+                    mambapy = name == "mamba" and make is not decoded_token and is_mambapy_available()
+                    if mambapy and dtype == "float32":  # transformers cannot call it in another
                         jobs["transformers with mambapy"] = make(theirs(name, DTYPES[dtype], use_mambapy=True), given)
                     if make is decoded_token:
                         floor = copy_of_weights(mine)
