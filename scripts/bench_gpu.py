@@ -43,7 +43,7 @@ from hf_ssm import ops
 from hf_ssm.ops.backends import OPERATORS, PREFERENCES_FILE, architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PACKAGES = ("hf-ssm", "torch", "triton", "transformers", "mamba-ssm", "causal-conv1d", "hydra")
+PACKAGES = ("hf-ssm", "torch", "triton", "transformers", "mamba-ssm", "causal-conv1d")
 Tensors = dict[str, Tensor]
 Job = Callable[[], object]
 
@@ -634,7 +634,7 @@ def measure(
             release(setting)
     if warm_up_only or not running:
         return result
-    turns = max(3, min(50, int(seconds / max(expected, 1e-6))))
+    turns = 3 if setting.tiny else max(3, min(50, int(seconds / max(expected, 1e-6))))
     times: dict[str, list[Any]] = {name: [] for name in running}
     for _ in range(turns):
         for name, job in running.items():
@@ -954,7 +954,7 @@ def main(argv: list[str] | None = None) -> None:
             with beside.open("a") as file:
                 file.write(line + "\n")
 
-    budget = 60 * arguments.minutes - (time.monotonic() - start)
+    budget = max(1.0, 60 * arguments.minutes - (time.monotonic() - start))
     try:
         with until(budget):
             run_parts(setting, arguments.parts, start + budget - 5, arguments.warm_up, emit)

@@ -27,15 +27,14 @@ for operator, sizes in zip(OPERATORS, SMALL, strict=True):
 
 @on_a_gpu
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer(tool):
+def test_memcheck():
     here = Path(__file__).parent
     # PyTorch's allocator hands out parts of large blocks, beyond whose ends the tool would see nothing wrong.
     environment = os.environ | {
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "ops"), str(here.parents[1])]),
     }
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CALLS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    command = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", CALLS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert done.stdout.count("done") == 10

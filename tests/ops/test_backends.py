@@ -304,3 +304,10 @@ def test_preferences_as_shipped():
         assert preference.backend in [row.name for row in backends.OPERATORS[preference.operator]]
         results = Path(__file__).parents[2] / "benchmarks" / "results"
         assert any(path.name in preference.because for path in results.iterdir())
+
+
+def test_operators_need_no_transformers():
+    """Only models do: an installation with an older one can still use, test and measure the operators."""
+    script = "import sys; sys.modules['transformers'] = None; import hf_ssm.ops; hf_ssm.ops.explain()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
