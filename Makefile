@@ -11,7 +11,7 @@ BIN = $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-floor sanitize lint format check bench clean
+.PHONY: help demo test test-all test-floor test-gpu sanitize lint format check bench bench-gpu clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +27,13 @@ test-all: $(VENV)/has-test  ## run the slow tests, too
 
 test-floor:  ## run the tests on the oldest supported versions, in .venv-floor
 	$(MAKE) test VENV=.venv-floor CONSTRAINTS=constraints-floor.txt
+
+# The operators' tests with their tensors on the GPU, and those that are for it alone. pytest-xdist shares them out among
+# processes where it is installed: most of the time is compilation.
+PARALLEL = $(shell $(firstword $(PYTEST)) -c 'import xdist; print("--numprocesses 12 --dist worksteal")' 2>/dev/null)
+
+test-gpu: $(VENV)/has-test  ## run the GPU tests; needs a CUDA device
+	HF_SSM_TEST_DEVICE=cuda $(PYTEST) $(PARALLEL) -m "not slow" -rs tests/gpu tests/ops $(ARGS)
 
 # The package as it is installed, but with the sanitizers in its kernels; `pytest`, not `python -m pytest`, so that the
 # sources in this folder do not come first. Leaks are Python's own.
@@ -50,6 +57,9 @@ check: lint test  ## what every change must pass; needs no GPU
 
 bench: $(VENV)/has-train  ## time our models beside transformers' own on this CPU
 	$(BIN)/python scripts/bench_cpu.py $(ARGS)
+
+bench-gpu: $(VENV)/has-train  ## time operators and models beside their peers on this GPU, in less than 8 minutes
+	$(BIN)/python scripts/bench_gpu.py $(ARGS)
 
 clean:  ## delete the environments, caches and build products, but not runs/
 	rm -rf .venv .venv-floor build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

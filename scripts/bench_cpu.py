@@ -26,16 +26,15 @@ from typing import Any
 
 import torch
 import transformers
+from bench_common import DTYPES, ROOT, Job, decoded_token, our_model, prompt, transformers_model
 from bench_llama import LlamaCpp
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils.import_utils import is_mambapy_available
 
 import hf_ssm
 from hf_ssm.ops import cpu, use_backend
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"mamba": "mamba-130m", "mamba2": "mamba2-130m", "hydra": "hydra-base", "hymba": "hymba-1.5b"}
 # The 1.5B shape, cut to 12 of its 32 layers so that a training step fits into this machine's memory.
 CHANGES: dict[str, dict[str, object]] = {
@@ -45,25 +44,14 @@ CHANGES: dict[str, dict[str, object]] = {
         "kv_reuse_group": [[1, 2], [3, 4], [7, 8], [9, 10]],
     }
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Job = Callable[[], object]
 
 
 def ours(name: str, dtype: torch.dtype, **changes: object) -> nn.Module:
-    settings = json.loads((ROOT / "configs" / "models" / f"{SIZES[name]}.json").read_text())
-    config = AutoConfig.for_model(**settings | CHANGES.get(name, {}) | changes)
-    kind = AutoModelForMaskedLM if name == "hydra" else AutoModelForCausalLM
-    return kind.from_config(config, dtype=dtype)
+    return our_model(SIZES[name], dtype, **CHANGES.get(name, {}) | changes)
 
 
 def theirs(name: str, dtype: torch.dtype, **changes: object) -> nn.Module | None:
-    """transformers' own, if it has one."""
-    classes = {"mamba": ("MambaConfig", "MambaForCausalLM"), "mamba2": ("Mamba2Config", "Mamba2ForCausalLM")}.get(name)
-    if classes is None:
-        return None
-    config_class, model_class = (getattr(transformers, attribute) for attribute in classes)
-    settings = json.loads((ROOT / "configs" / "models" / f"{SIZES[name]}.json").read_text())
-    return model_class(config_class(**settings | changes)).to(dtype)
+    return transformers_model(SIZES[name], dtype, **changes)
 
 
 def matrix_products(model: nn.Module, tokens: int, training: bool) -> Job:
@@ -106,38 +94,12 @@ def on_torch(job: Job) -> Job:
     return run
 
 
-def prompt(model: nn.Module, ids: Tensor) -> Job:
-    """All tokens at once: with a cache and the last token's logits, or an encoder's."""
-    model.eval()
-    options = {"use_cache": True, "logits_to_keep": 1} if model.can_generate() else {}
-
-    def run() -> None:
-        with torch.no_grad():
-            model(ids, **options)
-
-    return run
-
-
 def training_step(model: nn.Module, ids: Tensor) -> Job:
     model.train()
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
         model(ids, labels=ids).loss.backward()
-
-    return run
-
-
-def decoded_token(model: nn.Module, ids: Tensor) -> Job:
-    model.eval()
-    with torch.no_grad():
-        cache = model(ids, use_cache=True)[1]  # the second output is the cache in both
-    token = ids[:, :1]
-    name = "past_key_values" if type(model).__module__.startswith("hf_ssm") else "cache_params"
-
-    def run() -> None:
-        with torch.no_grad():
-            model(token, use_cache=True, **{name: cache})
 
     return run
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_cases import DEVICE
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -37,7 +38,7 @@ def cases(operator: str, *without: str) -> list:
 
 
 def _load(operator: str, name: str, entry: dict) -> Case:
-    tensors = load_file(FOLDER / operator / f"{name}.safetensors")
+    tensors = load_file(FOLDER / operator / f"{name}.safetensors", device=DEVICE)
 
     def part(prefix):
         return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}

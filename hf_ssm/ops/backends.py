@@ -2,7 +2,10 @@
 
 Every operator file ends in a table of `Backend` rows, fastest first. `choose` takes the first row that is installed,
 runs on the tensors' device and does not refuse the call; a backend asked for by name is taken or refused, never
-replaced. Three ways to ask, the innermost wins: `HF_SSM_BACKEND=torch` in the environment (read at import),
+replaced. Where measurements on such a device found another row the fastest, `preferences.json` beside this file names
+it and their source, and it is tried first.
+
+Three ways to ask, the innermost wins: `HF_SSM_BACKEND=torch` in the environment (read at import),
 `with use_backend("torch"):`, and an operator's `backend="torch"` argument. Packages bring kernels for some operators
 only, so several names can be given, `HF_SSM_BACKEND=mamba_ssm,causal_conv1d`: an operator takes the first it knows.
 """
@@ -10,12 +13,14 @@ only, so several names can be given, `HF_SSM_BACKEND=mamba_ssm,causal_conv1d`: a
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +54,7 @@ class Backend:
 
     name: str
     impl: str  # "module:function", imported when it is first chosen
-    needs: str | None = None  # the package that must be installed, or None
+    needs: str | tuple[str, ...] = ()  # packages that must be installed
     missing: Callable[[], str | None] = lambda: None  # what else this machine must have and has not, in words
     devices: tuple[str, ...] | None = None  # device types, or None for all
     lacks: Callable[[Call], str | None] = lambda call: None  # what this kernel cannot do of a call, in words
@@ -57,8 +62,9 @@ class Backend:
 
     def obstacle(self) -> str | None:
         """Why this backend cannot run on this machine at all, or None."""
-        if self.needs is not None and not _installed(self.needs):
-            return f"{self.needs} is not installed"
+        for package in (self.needs,) if isinstance(self.needs, str) else self.needs:
+            if not _installed(package):
+                return f"{package} is not installed"
         if (missing := self.missing()) is not None:
             return missing
         if self.devices is not None and not any(_device_present(device) for device in self.devices):
@@ -79,6 +85,21 @@ OPERATORS: dict[str, tuple[Backend, ...]] = {}  # filled by `register`, in the o
 _LOADED: dict[str, dict[str, Callable[..., Any]]] = {}
 
 _MINOR: set[str] = set()
+
+PREFERENCES_FILE = Path(__file__).with_name("preferences.json")
+
+
+@dataclass(frozen=True)
+class Preference:
+    """An entry of preferences.json, which scripts/bench_gpu.py writes: on devices of this architecture the backend is
+    asked before all others of its operator, for calls of one token (decoding steps) or for those of several."""
+
+    operator: str
+    architecture: str
+    backend: str
+    one_token: bool
+    because: str  # by how much, and where the measurements are
+
 
 _forced: tuple[str, ...] = tuple(
     name.strip() for name in os.environ.get("HF_SSM_BACKEND", "").split(",") if name.strip()
@@ -163,7 +184,7 @@ def _choose_row(
         if (refusal := row.refusal(call)) is not None:
             raise UnsupportedByBackend(f"{operator}[{row.name}]: {refusal}")
         return row
-    for row in rows:
+    for row in _in_order(operator, device, bool(dict(traits).get("one_token"))):
         if row.automatic and row.obstacle() is None and row.refusal(call) is None:
             return row
     reasons = "; ".join(f"{row.name}: {row.obstacle() or row.refusal(call)}" for row in rows if row.automatic)
@@ -176,10 +197,15 @@ def backend_report() -> list[dict[str, Any]]:
     device = next(device for device in ("cuda", "xpu", "mps", "cpu") if _device_present(device))
     report = []
     for operator, rows in OPERATORS.items():
-        chosen = False
+        chosen, first = False, f"first that runs on {device}"
         forced = _asked_for(rows, _forced)
         free = not _forced or (forced is None and operator in _MINOR)
-        for row in rows:
+        preferred = {
+            preference.backend: f"{'one token' if one_token else 'measured'}: {preference.because}"
+            for one_token in (True, False)
+            for preference in _preferences(operator, device, one_token)
+        }
+        for row in _in_order(operator, device, one_token=False):
             obstacle = row.obstacle()
             runs_here = row.devices is None or device in row.devices
             takes = obstacle is None and runs_here and (row.automatic if free else row is forced)
@@ -191,7 +217,7 @@ def backend_report() -> list[dict[str, Any]]:
                     "operator": operator,
                     "backend": row.name,
                     "available": obstacle is None,
-                    "reason": reason or (f"first that runs on {device}" if takes and not chosen else "available"),
+                    "reason": reason or preferred.get(row.name) or (first if takes and not chosen else "available"),
                     "chosen": takes and not chosen,
                 }
             )
@@ -206,6 +232,31 @@ def explain() -> None:
     for row in report:
         mark = "->" if row["chosen"] else "  "
         print(f"{mark} {row['operator']:{width['operator']}}  {row['backend']:{width['backend']}}  {row['reason']}")
+
+
+def architecture(device: str) -> str:
+    """What measurements on one device of a type hold for: "sm_90", "gfx942"; for others than GPUs the type itself."""
+    if device != "cuda" or not _device_present(device):
+        return device
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    name = getattr(properties, "gcnArchName", "")
+    return name.partition(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+
+
+@cache
+def _all_preferences() -> tuple[Preference, ...]:
+    return tuple(Preference(**entry) for entry in json.loads(PREFERENCES_FILE.read_text(encoding="utf-8")))
+
+
+def _preferences(operator: str, device: str, one_token: bool) -> list[Preference]:
+    wanted = operator, architecture(device), one_token
+    return [each for each in _all_preferences() if (each.operator, each.architecture, each.one_token) == wanted]
+
+
+def _in_order(operator: str, device: str, one_token: bool) -> list[Backend]:
+    """An operator's rows, those that measurements prefer before the others."""
+    preferred = [preference.backend for preference in _preferences(operator, device, one_token)]
+    return sorted(OPERATORS[operator], key=lambda row: row.name not in preferred)
 
 
 def _asked_for(rows: tuple[Backend, ...], names: tuple[str, ...]) -> Backend | None:

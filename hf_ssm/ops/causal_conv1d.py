@@ -89,6 +89,7 @@ def causal_conv1d(
         ("channels", channels),
         ("initial_state", initial_state is not None),
         ("packed", seq_idx is not None),
+        ("one_token", 1 if x.shape[1] == 1 else 0),
     )
     run = choose(Call("causal_conv1d", x.device.type, x.dtype, traits), backend)
     before = None if initial_state is None else state

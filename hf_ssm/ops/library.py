@@ -4,17 +4,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def unwatched() -> bool:
+    """Whether nothing records or transforms what operators do: no torch.compile, no tracing, no dispatch mode, no
+    transform of torch.func, no forward-mode differentiation."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def at_once(*tensors: Tensor | None) -> bool:
-    """Whether a kernel may be called past PyTorch's dispatcher: no gradient, no tracing, no tensor subclass."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    """Whether a kernel may be called past PyTorch's dispatcher: it is `unwatched`, no gradient is wanted, and no tensor
+    is of a subclass."""
+    if not unwatched():
         return False
     grad = torch.is_grad_enabled()
     for t in tensors:  # a loop, not all(...): a decoded token passes here a hundred times
         if t is not None and (type(t) not in _PLAIN or (grad and t.requires_grad)):
             return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return True
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

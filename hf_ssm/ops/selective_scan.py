@@ -88,6 +88,7 @@ def selective_scan(
         ("packed", seq_idx is not None),
         ("ngroups", B.shape[2]),
         ("d_state", A.shape[1]),
+        ("one_token", 1 if x.shape[1] == 1 else 0),
     )
     run = choose(Call("selective_scan", x.device.type, x.dtype, traits), backend)
     out, final_state = run(x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, seq_idx)

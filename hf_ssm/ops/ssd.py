@@ -85,6 +85,7 @@ def ssd(
         ("packed", seq_idx is not None),
         ("headdim", x.shape[3]),
         ("d_state", B.shape[3]),
+        ("one_token", 1 if x.shape[1] == 1 else 0),
     )
     run = choose(Call("ssd", x.device.type, x.dtype, traits), backend)
     out, final_state = run(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, chunk_size, initial_state, seq_idx)
@@ -487,7 +488,7 @@ register(
     Backend(
         "mamba_ssm",
         "hf_ssm.ops.delegates:ssd",
-        needs="mamba_ssm",
+        needs=("mamba_ssm", "selective_scan_cuda"),  # it cannot be imported without its compiled part
         devices=("cuda",),
         lacks=lambda call: (
             f"{call.dtype}, the kernel has float32, float16 and bfloat16"

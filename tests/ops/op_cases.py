@@ -5,11 +5,13 @@ Inputs are dictionaries of float64 tensors named as the operators name them; a t
 
 import importlib
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +19,8 @@ from hf_ssm.ops import causal_conv1d, centred_conv1d, quasiseparable, selective_
 from hf_ssm.ops.backends import OPERATORS
 from hf_ssm.ops.triton import INTERPRETED
 
-DEVICE = "cpu"
+# Where the inputs are, and which backends are tried: HF_SSM_TEST_DEVICE=cuda runs the same tests on a GPU.
+DEVICE = os.environ.get("HF_SSM_TEST_DEVICE") or "cpu"
 
 # Largest |got - want| allowed, as a fraction of max(1, max |want|).
 # float64: sums of at most a few thousand terms of order 1 in another order, 2e-16 each.
@@ -217,19 +220,27 @@ CAUSAL = (CONV, SCAN, SSD)
 ALL = (*CAUSAL, CENTRED, QUASISEPARABLE)
 
 
-def usable(operator: str) -> list[str]:
+def usable(operator: str, device: str = DEVICE) -> list[str]:
     """The backends of `operator` that run here and are not the reference itself."""
     rows = OPERATORS[operator]
     return [
         row.name
         for row in rows
-        if row.name != "reference" and row.obstacle() is None and (row.devices is None or DEVICE in row.devices)
+        if row.name != "reference" and row.obstacle() is None and (row.devices is None or device in row.devices)
     ]
 
 
 EVERY = [(operator, backend) for operator in ALL for backend in (*usable(operator.name), "reference")]
 EVERY_IDS = [f"{operator.name}-{backend}" for operator, backend in EVERY]
 
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "inner axes swapped": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.ndim > 1 else t,
+    "every other": lambda t: torch.stack([t, -t], dim=-1)[..., 0],
+    "slice of a projection": lambda t: torch.cat([t, t], dim=-1)[..., t.shape[-1] :],
+    "storage offset": lambda t: torch.cat([t, t], dim=0)[t.shape[0] :],
+}
 
 # Constants of a `triton` kernel's module and the values that make sequences of a few tokens cross its boundaries.
 TRITON_PARTS: dict[str, dict[str, int]] = {
@@ -282,7 +293,7 @@ def outputs_and_grads(
     g = torch.Generator().manual_seed(1)
     cotangents = {name: draw(g, *value.shape) for name, value in outputs.items()}
     loss = sum(
-        (value * cotangents[name].to(value.dtype)).sum()
+        (value * cotangents[name].to(value)).sum()
         for name, value in outputs.items()
         if through == "both" or name.endswith(through)
     )
@@ -354,3 +365,16 @@ def packed_rows(
             seq_idx[row, positions] = i if ids is None else ids[row][i]
             mask[row, positions] = True
     return {"seq_idx": seq_idx.to(DEVICE), "mask": mask.to(DEVICE)}
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory_is_nan():
+    """In every test `torch.empty` gives NaN, so that a result that was never written cannot pass."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = fill

@@ -1,9 +1,11 @@
 """Which backend runs: chosen, forced in three ways, refused with a reason, reported."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +135,12 @@ def test_what_is_not_installed(bare_machine):
         ssd(**ssd_inputs())
 
 
+def test_a_package_without_its_compiled_part(bare_machine, monkeypatch):
+    monkeypatch.setattr(backends, "_installed", lambda package: package == "mamba_ssm")
+    with pytest.raises(BackendUnavailable, match="cannot be used: selective_scan_cuda is not installed"):
+        ssd(**ssd_inputs(), backend="mamba_ssm")
+
+
 def test_a_device_that_is_not_there(bare_machine, monkeypatch):
     monkeypatch.setattr(backends, "_installed", lambda package: True)
     message = "ssd: backend 'mamba_ssm' runs on cuda, which this machine does not have"
@@ -242,3 +250,64 @@ def test_environment(value, printed, complaint):
     assert complaint in done.stderr
     assert bool(complaint) == bool(done.returncode), done.stderr
     assert done.stdout.strip() == printed
+
+
+@pytest.fixture
+def preferring(monkeypatch, tmp_path):
+    """Let preferences.json be what a test writes."""
+
+    def write(*entries):
+        path = tmp_path / "preferences.json"
+        path.write_text(json.dumps(list(entries)))
+        monkeypatch.setattr(backends, "PREFERENCES_FILE", path)
+        backends._all_preferences.cache_clear()
+        backends._choose_row.cache_clear()
+
+    yield write
+    monkeypatch.undo()
+    backends._all_preferences.cache_clear()
+    backends._choose_row.cache_clear()
+
+
+MEASURED = {"operator": "ssd", "architecture": "cpu", "backend": "torch", "one_token": False, "because": "2 times"}
+
+
+def test_what_was_measured_is_obeyed(bare_machine, preferring, monkeypatch, runs):
+    """On that architecture, for that kind of call; where it cannot run the call, the table goes on as ever."""
+    torch_row, reference = (row for row in backends.OPERATORS["ssd"] if row.name in ("torch", "reference"))
+    first = dataclasses.replace(reference, automatic=True)
+    monkeypatch.setitem(backends.OPERATORS, "ssd", (first, torch_row))
+    for entry, several, one in [
+        (MEASURED, "torch", "reference"),
+        (MEASURED | {"one_token": True}, "reference", "torch"),
+        (MEASURED | {"architecture": "sm_90"}, "reference", "reference"),
+        (MEASURED | {"operator": "selective_scan"}, "reference", "reference"),
+        (MEASURED | {"backend": "not installed"}, "reference", "reference"),
+    ]:
+        preferring(entry)
+        ssd(**ssd_inputs())
+        ssd(**ssd_inputs(seqlen=1))
+        assert runs == [several, one]
+        runs.clear()
+    preferring(MEASURED)
+    with use_backend("reference"):
+        ssd(**ssd_inputs())
+    assert runs == ["reference"], "who asks by name gets it"
+    (row,) = (row for row in backend_report() if row["operator"] == "ssd" and row["chosen"])
+    assert (row["backend"], row["reason"]) == ("torch", "measured: 2 times")
+
+
+def test_preferences_as_shipped():
+    """Every entry names a backend that its operator has, and measurements that are in the repository."""
+    for entry in json.loads(backends.PREFERENCES_FILE.read_text()):
+        preference = backends.Preference(**entry)
+        assert preference.backend in [row.name for row in backends.OPERATORS[preference.operator]]
+        results = Path(__file__).parents[2] / "benchmarks" / "results"
+        assert any(path.name in preference.because for path in results.iterdir())
+
+
+def test_operators_need_no_transformers():
+    """Only models do: an installation with an older one can still use, test and measure the operators."""
+    script = "import sys; sys.modules['transformers'] = None; import hf_ssm.ops; hf_ssm.ops.explain()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import CENTRED, TOLERANCE, assert_near, cast, centred_inputs, error, outputs_and_grads, usable
+from op_cases import CENTRED, DEVICE, TOLERANCE, assert_near, cast, centred_inputs, error, outputs_and_grads, usable
 
 from hf_ssm.ops import centred_conv1d
 
@@ -26,7 +26,8 @@ def test_agrees_with_reference(backend, dtype, seqlen, width):
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_many_tokens_and_channels(backend, packed, channels, width):
     tensors = centred_inputs(seqlen=150, channels=channels, width=width)
-    rows = {"seq_idx": torch.arange(300).view(2, 150).div(70, rounding_mode="floor")} if packed else {}
+    seq_idx = torch.arange(300, device=DEVICE).view(2, 150).div(70, rounding_mode="floor")
+    rows = {"seq_idx": seq_idx} if packed else {}
     want = outputs_and_grads(CENTRED("reference", **rows), tensors)
     assert_near(outputs_and_grads(CENTRED(backend, **rows), tensors), want)
 

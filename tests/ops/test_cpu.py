@@ -312,6 +312,8 @@ def test_step_leaves_the_extraordinary_alone(operator):
         assert refuses(torch.Tensor.clone)
     with torch.utils._python_dispatch.TorchDispatchMode():
         assert refuses(lambda t: t)
+    with torch.autograd.forward_ad.dual_level():
+        assert refuses(lambda t: t)
 
 
 def test_step_refusal_gives_the_operators_own_message():
@@ -337,6 +339,18 @@ def test_decay_rates(instruction_set, shape, dtype):
     assert decay_rates(A_log.clone().requires_grad_()).requires_grad
     assert decay_rates(A_log.double()).dtype == torch.float64
     torch.testing.assert_close(decay_rates(A_log.expand(2, *shape)), got.expand(2, *shape))
+
+
+@torch.no_grad()
+def test_what_is_traced_and_differentiated_forward_is_seen():
+    layer, x = Linear(8, 4), torch.randn(1, 8)
+    traced = torch.jit.trace(layer, x)
+    other = torch.randn(1, 8)
+    torch.testing.assert_close(traced(other), layer(other))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, other)
+        tangent = torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent
+    torch.testing.assert_close(tangent, other @ layer.weight.t())
 
 
 # --- set-up --------------------------------------------------------------------------------------------------------

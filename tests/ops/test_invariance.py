@@ -18,6 +18,7 @@ from op_cases import (
     DEVICE,
     EVERY,
     EVERY_IDS,
+    LAYOUTS,
     QUASISEPARABLE,
     SCAN,
     TOLERANCE,
@@ -279,7 +280,8 @@ def test_nothing_to_do(operator, backend, batch, seqlen, rows, initial_state):
     tensors = operator.inputs(batch, seqlen, initial_state=initial_state)
     options = packed_rows([[]] * batch, seqlen) if batch else {}
     if not batch:
-        options = {"seq_idx": torch.zeros(0, seqlen, dtype=torch.int64), "mask": torch.ones(0, seqlen).bool()}
+        empty = torch.zeros(0, seqlen, dtype=torch.int64, device=DEVICE)
+        options = {"seq_idx": empty, "mask": empty.bool()}
     options = {name: t for name, t in options.items() if rows in (name, "both")}
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
     out, *states = tensors_of(operator(backend, **options)(**leaves))
@@ -299,13 +301,6 @@ def test_nothing_to_do(operator, backend, batch, seqlen, rows, initial_state):
         assert not state.any()
 
 
-LAYOUTS = {
-    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
-    "inner axes swapped": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.ndim > 1 else t,
-    "every other": lambda t: torch.stack([t, -t], dim=-1)[..., 0],
-    "slice of a projection": lambda t: torch.cat([t, t], dim=-1)[..., t.shape[-1] :],
-    "storage offset": lambda t: torch.cat([t, t], dim=0)[t.shape[0] :],
-}
 SAME_EVERYWHERE = {  # equal values along an axis, stride 0
     "rows": lambda t: t[:1].expand(t.shape),
     "second axis": lambda t: t[:, :1].expand(t.shape) if t.ndim > 1 else t,

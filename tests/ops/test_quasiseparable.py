@@ -6,6 +6,7 @@ import pytest
 import torch
 from memory import allocations
 from op_cases import (
+    DEVICE,
     QUASISEPARABLE,
     TOLERANCE,
     assert_near,
@@ -88,7 +89,7 @@ def test_is_two_scans_shifted_and_a_diagonal(monkeypatch, backend, lengths):
     """The initial state, too, which is that of every packed sequence in either direction."""
     tensors = quasiseparable_inputs(seqlen=sum(lengths))
     set_chunks(monkeypatch, "quasiseparable", tensors, chunk=4, per_segment=2)
-    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1).to(DEVICE)
     want = outputs_and_grads(lambda **given: two_scans(lengths, **given), tensors)
     assert_near(outputs_and_grads(QUASISEPARABLE(backend, seq_idx=seq_idx), tensors), want)
 
@@ -96,7 +97,7 @@ def test_is_two_scans_shifted_and_a_diagonal(monkeypatch, backend, lengths):
 def test_initial_state_at_the_end_of_a_long_row():
     """In float32: the decay from a sequence's start is as exact behind 20,000 tokens as behind none."""
     tensors = cast(quasiseparable_inputs(1, 20_000, 2, 2, 1, 3), torch.float32)
-    seq_idx = (torch.arange(20_000) >= 19_990).long()[None]
+    seq_idx = (torch.arange(20_000, device=DEVICE) >= 19_990).long()[None]
     out = quasiseparable(**tensors, dt_softplus=True, seq_idx=seq_idx)[:, 19_990:]
     alone = QUASISEPARABLE.tokens(tensors, slice(19_990, None))
     want = quasiseparable(**cast(alone, torch.float64), dt_softplus=True, backend="reference")

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from op_cases import (
+    DEVICE,
     TOLERANCE,
     WITHOUT_FLOAT64,
     assert_near,
@@ -161,7 +162,7 @@ def test_layout_of_cotangents_does_not_matter(backend, variant):
     grads = []
     for function in (norm(backend, variant), norm("reference", variant)):
         out = function(**tensors)
-        weight = torch.arange(out.numel(), dtype=out.dtype).view(out.mT.shape).sin()
+        weight = torch.arange(out.numel(), dtype=out.dtype, device=DEVICE).view(out.mT.shape).sin()
         loss = out.sum() + (out.mT.contiguous() * weight).sum() + out[:, 0].sum()
         grads.append(dict(zip(tensors, torch.autograd.grad(loss, list(tensors.values())), strict=True)))
     assert_near(*grads, TOLERANCE[torch.float32])
@@ -223,7 +224,7 @@ def test_autocast_changes_nothing(backend, dtype):
         tensors = cast(variant_inputs(variant, 5, 24), dtype)
 
         def under_autocast(*, variant=variant, **given):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16):
                 return norm(backend, variant)(**given)
 
         want, got = outputs_and_grads(norm(backend, variant), tensors), outputs_and_grads(under_autocast, tensors)

@@ -49,7 +49,9 @@ def test_scan_of_chained_chunks(packed):
     """Chunks, segments and tiles as shipped; a chunk without a restart between two with one, which both ends of the
     chain must get across."""
     seqlen = 2 * scan_kernels.SHORTEST_CHUNK + 7
-    cut = scan_kernels._Cut(torch.empty(1, seqlen, 4), torch.empty(4, 2), torch.empty(1, seqlen, 1, 2), 64)
+    cut = scan_kernels._Cut(
+        *(torch.empty(shape, device=DEVICE) for shape in ((1, seqlen, 4), (4, 2), (1, seqlen, 1, 2))), 64
+    )
     assert cut.chunks == 3
     rows = {"seq_idx": sequences(seqlen, 20, 64, batch=1)} if packed else {}
     check(SCAN, scan_inputs(1, seqlen, 4, 2, 1), **rows)
@@ -148,18 +150,18 @@ def test_opcheck_conv():
 
 
 def test_opcheck_norm():
-    x, gate, weight = torch.randn(3, 24), torch.randn(3, 24), torch.randn(24)
+    x, gate, weight = (torch.randn(*shape, device=DEVICE) for shape in ((3, 24), (3, 24), (24,)))
     leaves = [t.clone().requires_grad_() for t in (x, weight, gate)]
     op, backward = torch.ops.hf_ssm.rms_norm_triton, torch.ops.hf_ssm.rms_norm_triton_backward
     torch.library.opcheck(op.default, (*leaves, 1e-5, 12, True, torch.bfloat16))
-    torch.library.opcheck(backward.default, (torch.ones(3, 24), x, weight, gate, 1e-5, 12, True))
+    torch.library.opcheck(backward.default, (torch.ones_like(x), x, weight, gate, 1e-5, 12, True))
 
 
 def test_norm_of_rows_that_share_programs(monkeypatch):
     """Backward's programs go through several blocks of rows."""
     monkeypatch.setattr(norm_kernels, "BACKWARD_PROGRAMS", 2)
     monkeypatch.setattr(norm_kernels, "ELEMENTS", 16)
-    x, weight, grad = (torch.randn(*shape, dtype=torch.float64) for shape in ((11, 6), (6,), (11, 6)))
+    x, weight, grad = (torch.randn(*shape, dtype=torch.float64, device=DEVICE) for shape in ((11, 6), (6,), (11, 6)))
     got = norm_kernels.backward(grad.float(), x.float(), weight.float(), None, 1e-5, 6, False)
     leaves = [t.requires_grad_() for t in (x, weight)]
     want = torch.autograd.grad(torch.nn.functional.rms_norm(leaves[0], (6,), leaves[1], eps=1e-5), leaves, grad)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, Call, allows
+from ..library import unwatched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,13 +82,11 @@ def is_step(
 
 def step(operator: str, *inputs: Any) -> Any:
     """The results of an operator's `_step` kernel, called past PyTorch's dispatcher and past our own checks: what a
-    decoded token can afford. None where the call is out of the ordinary and has to go the ordinary way: something is
-    traced, a gradient is wanted, another backend is asked for, a tensor is of a subclass, on another device, of
+    decoded token can afford. None where the call is out of the ordinary and has to go the ordinary way: it is watched
+    (`unwatched`), a gradient is wanted, another backend is asked for, a tensor is of a subclass, on another device, of
     another dtype or shape than the kernel expects."""
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        not unwatched()
         or not allows("cpu")
         or (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs))
     ):
