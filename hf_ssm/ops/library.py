@@ -20,15 +20,13 @@ def unwatched() -> bool:
 
 
 def at_once(*tensors: Tensor | None) -> bool:
-    """Whether a kernel may be called past PyTorch's dispatcher: it is `unwatched`, no gradient is wanted, and no tensor
-    is of a subclass."""
-    if not unwatched():
-        return False
+    """Whether a kernel may be called past PyTorch's dispatcher: the call is `unwatched`, no gradient is wanted, and no
+    tensor is of a subclass."""
     grad = torch.is_grad_enabled()
-    for t in tensors:  # a loop, not all(...): a decoded token passes here a hundred times
+    for t in tensors:  # a loop, not all(...): it is called for every decoded token
         if t is not None and (type(t) not in _PLAIN or (grad and t.requires_grad)):
             return False
-    return True
+    return unwatched()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
