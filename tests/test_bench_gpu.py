@@ -4,6 +4,8 @@ import json
 
 import bench_gpu
 import pytest
+import torch
+from stand_ins import stand_ins  # noqa: F401  (a fixture)
 
 
 def rows_of(path):
@@ -87,3 +89,22 @@ def test_needs_a_device(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench_gpu.main([])
     assert "--device cpu --tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["scan", "ssd", "quasiseparable", "conv"])
+def test_peers_compute_the_same(stand_ins, monkeypatch, part):  # noqa: F811
+    """With stand-ins for their packages, which have the published signatures."""
+    monkeypatch.setattr(bench_gpu.Setting, "peer", lambda self, name, load: load())
+    setting = bench_gpu.Setting("cpu", True, {"tiny": 128}, ((2, 40),), ["float32"])
+    for case in bench_gpu.OPERATOR_PARTS[part](setting):
+        inputs = case.inputs()
+        contestants = case.contestants()
+        with torch.no_grad():
+            outs = {name: each.run(**each.prepare(inputs)) for name, each in contestants.items()}
+        for name, out in outs.items():
+            out = out.mT if (part, name) == ("scan", "mamba_ssm") else out
+            torch.testing.assert_close(out, outs["hf_ssm torch"], rtol=1e-5, atol=1e-5)
+        for each in contestants.values():
+            grads = bench_gpu.jobs_of(each, inputs, "forward and backward")()
+            assert all(grad is not None for grad in grads)
+    assert stand_ins
