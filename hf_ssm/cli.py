@@ -177,6 +177,12 @@ def _load(model: str) -> tuple[Any, Any]:
         network: Any = AutoModelForCausalLM.from_pretrained(model)
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:  # no model there, neither in a folder nor on the Hub
+        from hf_ssm.hub import connection_broke
+
+        if connection_broke(error):
+            raise ConnectionError(
+                f"cannot load {model}: the connection broke; the same command goes on with what is missing"
+            ) from error
         raise ValueError(f"cannot load {model}: {error}") from error
     return network.to(torch.accelerator.current_accelerator() or "cpu").eval(), tokenizer
 
@@ -243,6 +249,50 @@ def convert(
         from hf_ssm.convert import convert as run
 
         typer.echo(f"written: {run(source, destination, to=to.value, dtype=dtype)}")
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved model.")],
+    repo: Annotated[str, typer.Argument(help="Its name on the Hub, OWNER/NAME; made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    code: Annotated[
+        bool, typer.Option("--code", help="Publish the model's code, too, for those who use trust_remote_code=True.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="Publish to this branch, not to main.")
+    ] = None,
+    license: Annotated[
+        str | None, typer.Option(metavar="ID", help="Such as apache-2.0; needed if the folder's card has none.")
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What it was made from, if the card is written here.")
+    ] = None,
+) -> None:
+    """Publish a model on the Hub: weights, configuration, tokenizer, and a model card.
+
+    If the folder has no card (README.md), one is written of what is known. All appears in one commit; interrupted, the
+    same command goes on. It writes as HF_TOKEN or `hf auth login` say, to HF_ENDPOINT.
+
+    Examples:
+
+        hf-ssm push runs/demo/model me/demo --private
+
+        hf-ssm push mamba2-130m-hf me/mamba2-130m --code --license apache-2.0
+    """
+    with _readable_errors():
+        from hf_ssm.hub import push as run
+
+        url = run(
+            folder,
+            repo,
+            private=private,
+            code=code,
+            revision=revision,
+            license=license,
+            base_model=base_model,
+        )
+        typer.echo(f"published: {url}")
 
 
 @app.command()

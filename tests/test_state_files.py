@@ -156,7 +156,7 @@ def saved(tmp_path):
 
 def test_files_of_other_models_are_refused(saved):
     _, path = saved
-    with pytest.raises(ValueError, match="is the state of a mamba2 model, this one is mamba$"):
+    with pytest.raises(ValueError, match=r"is the state of a mamba2 model, this one is mamba$"):
         hf_ssm.load_cache(path, tiny("mamba"))
     with pytest.raises(ValueError, match=r"another model: state_size \d+, here 24"):
         hf_ssm.load_cache(path, tiny("mamba2", state_size=24))
