@@ -46,7 +46,7 @@ def published_card(
     repo_id: str,
     *,
     parameters: int,
-    license: str | None,
+    license: str,
     base_model: str | None = None,
     with_code: bool = False,
 ) -> ModelCard:

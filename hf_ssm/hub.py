@@ -64,12 +64,18 @@ def push(
     files = _files(folder)
     if code:
         files |= _code(config)
-    card = _own_card(folder / "README.md", license)
-    if card is None:
+    if "README.md" in files:
+        files["README.md"] = _licensed(folder / "README.md", license)
+    elif license is not None:
         card = published_card(
             config, repo_id, parameters=parameters, license=license, base_model=base_model, with_code=code
         )
-    files["README.md"] = str(card).encode()
+        files["README.md"] = str(card).encode()
+    else:
+        raise ValueError(
+            "the folder has no model card, and only you know its licence: say --license, with an identifier such as "
+            "apache-2.0, or other"
+        )
     return _commit(files, repo_id, private, revision)
 
 
@@ -128,15 +134,8 @@ def _code(config: dict[str, Any]) -> dict[str, Path | bytes]:
     }
 
 
-def _own_card(path: Path, license: str | None) -> ModelCard | None:
-    """The folder's card, if it has one. ValueError if there is no licence, or there are two."""
-    if not path.is_file():
-        if license is None:
-            raise ValueError(
-                "the folder has no model card, and only you know its licence: say --license, with an identifier such "
-                "as apache-2.0, or other"
-            )
-        return None
+def _licensed(path: Path, license: str | None) -> Path | bytes:
+    """A folder's card as it is, or with the licence that it lacks. ValueError if there is none, or there are two."""
     try:
         card = ModelCard.load(path)
     except YAMLError as error:
@@ -146,8 +145,10 @@ def _own_card(path: Path, license: str | None) -> ModelCard | None:
         raise ValueError("README.md states no licence: add `license:` to its metadata, or say --license")
     if stated is not None and license not in (None, stated):
         raise ValueError(f"README.md states the licence {stated}, and --license {license}: which of them is it?")
-    card.data.license = stated or license
-    return card
+    if stated is not None:
+        return path
+    card.data.license = license
+    return str(card).encode()
 
 
 # --- the way there ---------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def recipe(tmp_path):
 def test_help_shows_every_command_with_examples():
     top = invoke("--help")
     assert top.exit_code == 0
-    for command in ("train", "generate", "state save", "convert", "doctor"):
+    for command in ("train", "generate", "state save", "convert", "push", "doctor"):
         assert command.split()[0] in top.stdout
         page = invoke(*command.split(), "--help")
         assert page.exit_code == 0
