@@ -114,6 +114,7 @@ class SSMDecoderPreTrainedModel(SSMPreTrainedModel):
     """What the decoders add: mamba-ssm's names, and the initialisation of what writes to the residual stream."""
 
     base_model_prefix = "backbone"
+    cache_class = RecurrentCache
     _is_stateful = False  # the cache can be rolled back, so assisted decoding works
     _no_split_modules = ["Block"]
     _can_record_outputs = {"hidden_states": Block}
@@ -260,7 +261,7 @@ class SSMModel(SSMDecoderPreTrainedModel):
 class SSMGenerationMixin(GenerationMixin):
     """generate() with a recurrent cache under its one name, fed only with what is new."""
 
-    cache_class: type[RecurrentCache] = RecurrentCache
+    cache_class: type[RecurrentCache]
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

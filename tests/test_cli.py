@@ -60,9 +60,9 @@ def recipe(tmp_path):
 def test_help_shows_every_command_with_examples():
     top = invoke("--help")
     assert top.exit_code == 0
-    for command in ("train", "generate", "convert", "doctor"):
-        assert command in top.stdout
-        page = invoke(command, "--help")
+    for command in ("train", "generate", "state save", "convert", "push", "doctor"):
+        assert command.split()[0] in top.stdout
+        page = invoke(*command.split(), "--help")
         assert page.exit_code == 0
         assert command == "doctor" or f"hf-ssm {command}" in page.stdout
 
@@ -193,6 +193,66 @@ def test_generate_with_a_truncated_file(model_folder, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     result = invoke("generate", tmp_path, "text")
     assert result.exit_code != 0 and result.stderr.startswith("error: ") and "Traceback" not in result.output
+
+
+# ---------------------------------------------------------------- state
+
+
+DOCUMENT = "def f(x):\n    return x + 1\n" * 40
+
+
+@pytest.fixture(scope="session")
+def state_file(model_folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("state") / "doc.safetensors"
+    (path.parent / "doc.py").write_text(DOCUMENT)
+    result = invoke("state", "save", model_folder, path.parent / "doc.py", "-o", path)
+    assert result.exit_code == 0, result.output
+    tokens = len(AutoTokenizer.from_pretrained(model_folder)(DOCUMENT)["input_ids"])
+    assert f"written: {path}" in result.stdout and f"after {tokens:,} tokens" in result.stdout
+    return path
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("question", ["f", "def g(x):\n    return x - 1\n"], ids=["short", "long"])
+def test_generate_goes_on_from_a_state(model_folder, state_file, question, beams):
+    how = ("--max-new-tokens", 12, "--num-beams", beams)
+    result = invoke("generate", model_folder, "--state", state_file, question, *how)
+    assert result.exit_code == 0, result.output
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in (DOCUMENT, question)]
+    output = model.generate(torch.cat(ids, dim=1), max_new_tokens=12, do_sample=False, num_beams=beams)
+    assert result.stdout == tokenizer.decode(output[0, -12:], skip_special_tokens=True) + "\n"
+
+
+def test_a_prompt_may_be_longer_than_what_the_state_has_read(model_folder, tmp_path):
+    path = tmp_path / "short.safetensors"
+    assert invoke("state", "save", model_folder, "-", "-o", path, input="def").exit_code == 0
+    result = invoke("generate", model_folder, "--state", path, " f(x):\n    return", "--max-new-tokens", 12)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    ids = [tokenizer(text, return_tensors="pt")["input_ids"] for text in ("def", " f(x):\n    return")]
+    output = model.generate(torch.cat(ids, dim=1), max_new_tokens=12, do_sample=False)
+    assert result.stdout == tokenizer.decode(output[0, -12:], skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "complaint"),
+    [
+        ("", "doc.safetensors", "the text is empty"),
+        ("missing.txt", "doc.safetensors", "no such file: missing.txt"),
+        ("some text", "missing/doc.safetensors", "no such folder: missing"),
+    ],
+)
+def test_state_save_refuses_bad_input(model_folder, tmp_path, monkeypatch, text, output, complaint):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("state", "save", model_folder, text, "-o", output)
+    assert result.exit_code == 2 and complaint in result.stderr and not list(tmp_path.iterdir())
+
+
+def test_generate_refuses_a_state_that_is_none(model_folder, tmp_path):
+    result = invoke("generate", model_folder, "--state", model_folder / "model.safetensors", "x")
+    assert result.exit_code == 2 and "not of a cache" in result.stderr
+    result = invoke("generate", model_folder, "--state", tmp_path / "missing.safetensors", "x")
+    assert result.exit_code == 2 and "no such file" in result.stderr
 
 
 # ---------------------------------------------------------------- convert, doctor

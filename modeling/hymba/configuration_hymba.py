@@ -111,8 +111,8 @@ class HymbaConfig(PreTrainedConfig):
         kwargs.pop("v_head_dim", None)
         if kwargs.get("attn_implementation") == "flex":  # what `to_dict` writes for NVIDIA's code
             del kwargs["attn_implementation"]
-        remote_code = kwargs.pop("auto_map", None)  # which is not saved beside our files
-        if remote_code and str(self.transformers_version).startswith("4."):
+        if kwargs.get("auto_map") and str(self.transformers_version).startswith("4."):
+            del kwargs["auto_map"]  # NVIDIA's code, which is not saved beside our files
             self.use_cache = self.written_by_nvidia = True
         super().__post_init__(**kwargs)
 

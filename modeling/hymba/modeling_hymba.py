@@ -251,6 +251,7 @@ class HymbaLayer(GradientCheckpointingLayer):
 
 class HymbaPreTrainedModel(SSMPreTrainedModel):
     config_class = HymbaConfig
+    cache_class = HybridMambaAttentionDynamicCache
     base_model_prefix = "model"
     _is_stateful = False  # the cache can be rolled back, so assisted decoding works
     _no_split_modules = ["HymbaLayer"]
@@ -570,7 +571,6 @@ class HymbaForCausalLM(SSMForCausalLM, HymbaPreTrainedModel, GenerationMixin):
     says of `use_cache`; see `HymbaConfig`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    cache_class = HybridMambaAttentionDynamicCache
     model_class = HymbaModel
 
     def adjust_generation_fn(self, generation_config, *args: Any, **kwargs: Any) -> None:
