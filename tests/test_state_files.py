@@ -178,6 +178,22 @@ def test_training_changes_the_fingerprint():
     assert weights_fingerprint(model) != before
 
 
+def test_adapters_count(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, plain, adapted = tiny("mamba2"), tmp_path / "plain.safetensors", tmp_path / "adapted.safetensors"
+    hf_ssm.save_cache(read(model), plain, model)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["in_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, lora).eval()
+    cache = read(model)
+    hf_ssm.save_cache(cache, adapted, model)
+    ids = random_ids(1, 12, seed=1)
+    assert torch.equal(logits_after(model, hf_ssm.load_cache(adapted, model), ids), logits_after(model, cache, ids))
+    with pytest.raises(ValueError, match="with other weights"):
+        hf_ssm.load_cache(plain, model)
+    with pytest.raises(ValueError, match="with other weights"):
+        hf_ssm.load_cache(plain, model.merge_and_unload())
+
+
 def test_files_that_are_no_states_are_refused(saved, tmp_path):
     model, path = saved
     with pytest.raises(FileNotFoundError, match=r"no such file: .*missing"):
