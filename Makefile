@@ -9,6 +9,8 @@ ARGS ?=
 
 BIN = $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest
+# One process for each core; at most four, each of which takes a gigabyte.
+SHARED = --numprocesses logical --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-floor test-gpu sanitize lint format check bench bench-gpu clean
@@ -20,20 +22,17 @@ demo: $(VENV)/has-train  ## train small Mamba-2, Hymba and Hydra models, generat
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/has-test  ## run the tests
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(SHARED) $(ARGS)
 
 test-all: $(VENV)/has-test  ## run the slow tests, too
-	$(PYTEST) -m "not gpu" $(ARGS)
+	$(PYTEST) $(SHARED) -m "not gpu" $(ARGS)
 
 test-floor:  ## run the tests on the oldest supported versions, in .venv-floor
 	$(MAKE) test VENV=.venv-floor CONSTRAINTS=constraints-floor.txt
 
-# The operators' tests with their tensors on the GPU, and those that are for it alone. pytest-xdist shares them out among
-# processes where it is installed: most of the time is compilation.
-PARALLEL = $(shell $(firstword $(PYTEST)) -c 'import xdist; print("--numprocesses 12 --dist worksteal")' 2>/dev/null)
-
+# The operators' tests with their tensors on the GPU, and those that are for it alone; most of the time is compilation.
 test-gpu: $(VENV)/has-test  ## run the GPU tests; needs a CUDA device
-	HF_SSM_TEST_DEVICE=cuda $(PYTEST) $(PARALLEL) -m "not slow" -rs tests/gpu tests/ops $(ARGS)
+	HF_SSM_TEST_DEVICE=cuda $(PYTEST) --numprocesses 12 --dist worksteal -m "not slow" -rs tests/gpu tests/ops $(ARGS)
 
 # The package as it is installed, but with the sanitizers in its kernels; `pytest`, not `python -m pytest`, so that the
 # sources in this folder do not come first. Leaks are Python's own.

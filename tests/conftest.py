@@ -8,6 +8,9 @@ settings.register_profile("default", deadline=None)  # machines are shared, and 
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # they share the cores
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
 # Where no GPU is, Triton runs our kernels in Python. It and hf_ssm look at this when they are imported.
 if importlib.util.find_spec("triton") and not (torch.cuda.is_available() or torch.xpu.is_available()):
     os.environ.setdefault("TRITON_INTERPRET", "1")
